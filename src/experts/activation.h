@@ -1,9 +1,9 @@
-// The activations: their values and partial derivatives, in float32. One definition for every backend.
+// Activation values and partial derivatives in float32. One definition serves every backend.
 //
-// An activation is phi(g, u) of a gate g and an up u; that of an ungated expert is phi(h, 1). Those of the C interface
-// are few formulas with parameters: quick_gelu is a silu with a steeper sigmoid, swiglu_clamped one with limits. A new
-// one is an enumerator in anabranch/experts.h, a line in activation_of() and, unless a formula fits it, a formula here.
-// Functions have internal linkage: included by *.isa.cc files.
+// An activation is phi(g, u) of a gate g and an up value u. Ungated experts compute phi(h, 1). The activations of the C
+// interface are instances of a few parametrised formulas: quick_gelu is silu with a steeper sigmoid, swiglu_clamped is
+// swiglu with limits. To add one, add an enumerator in anabranch/experts.h, a case in activation_of() and, if no
+// existing formula fits, a formula here. Functions have internal linkage because *.isa.cc files include this header.
 #pragma once
 
 #include "anabranch/experts.h"
@@ -15,30 +15,30 @@ namespace anabranch {
 enum class Formula : int32_t {
   silu,               // g sigmoid(g) u
   gelu,               // g sigmoid(2 sqrt(2/pi) (g + 0.044715 g^3)) u, the tanh form
-  gelu_erf,           // g Phi(g) u, Phi the normal distribution
-  power,              // max(g, floor) u, or its square; the slope at the floor is a parameter
+  gelu_erf,           // g Phi(g) u, Phi is the CDF of the normal distribution
+  power,              // max(g, floor) u, or max(g, floor)^2 u; slope_at_floor is the derivative at the floor
   swiglu,             // g' sigmoid(alpha g') (u' + offset), g' = min(g, limit), u' = clamp(u, -limit, limit)
   swiglu_then_clamp,  // min(g sigmoid(g), limit) u'
   situ,               // alpha tanh(g/alpha) sigmoid(g) limit tanh(u/limit)
-  any                 // as template argument: found at run time
+  any                 // template argument only: selects the formula at run time
 };
 
-// What a kernel knows of an activation. Slopes at a limit are those inside, past it 0.
+// Parameters of an activation for a kernel. At a limit the slope is the one-sided slope from inside; beyond it, 0.
 struct Activation {
   Formula formula = Formula::silu;
   float alpha = 1.0f;
   float limit = __builtin_inff();
-  float inverse_alpha = 1.0f;  // of situ, as inverse_limit
+  float inverse_alpha = 1.0f;  // situ only, like inverse_limit
   float inverse_limit = 0.0f;
   float offset = 0.0f;
-  float floor = 0.0f;  // of power, as what follows
+  float floor = 0.0f;  // power only, like the two fields below
   float slope_at_floor = 0.0f;
   bool squared = false;
 };
 
 namespace {
 
-// Of arguments that have been checked; alpha and limit only where the activation has them.
+// Requires checked arguments. alpha and limit are read only for activations that have them.
 inline Activation activation_of(int32_t kind, float alpha, float limit) {
   switch (kind) {
     case AB_GELU: return {.formula = Formula::gelu};
@@ -60,7 +60,7 @@ inline Activation activation_of(int32_t kind, float alpha, float limit) {
   }
 }
 
-// phi and its derivatives.
+// phi and its partial derivatives.
 struct ActivationAt {
   float value;
   float by_gate;
@@ -69,7 +69,7 @@ struct ActivationAt {
 
 AB_INLINE float sigmoid(float x) {
 #if defined(__CUDA_ARCH__)
-  return reciprocal(1.0f + exp2_flushed_f32(-kLog2E * x));  // off by 2^-23 (2 + |x|), relatively
+  return reciprocal(1.0f + exp2_flushed_f32(-kLog2E * x));  // relative error 2^-23 (2 + |x|)
 #else
   return 1.0f / (1.0f + exp_f32(-x));
 #endif
@@ -78,9 +78,9 @@ AB_INLINE float sigmoid(float x) {
 // sigmoid(x) and 1 - sigmoid(x), each with a small relative error for every x.
 struct SigmoidAt {
   float value;
-  float rest;
+  float complement;
 };
-AB_INLINE SigmoidAt sigmoid_and_rest(float x) {
+AB_INLINE SigmoidAt sigmoid_and_complement(float x) {
   const float size = __builtin_fabsf(x);
 #if defined(__CUDA_ARCH__)
   const float e = exp2_flushed_f32(-kLog2E * size);
@@ -95,7 +95,7 @@ AB_INLINE SigmoidAt sigmoid_and_rest(float x) {
 // h sigmoid(x).
 AB_INLINE float times_sigmoid(float h, float x) {
 #if defined(__CUDA_ARCH__)
-  // A quarter of both, so that 1 / (1 + exp(-x)) is no denormal number, which the reciprocal would make 0.
+  // Scale numerator and denominator by 1/4: 1 / (1 + exp(-x)) must not be denormal, reciprocal() would flush it to 0.
   return 0.25f * h * reciprocal(multiply_add(0.25f, exp2_flushed_f32(-kLog2E * x), 0.25f));
 #else
   return h * sigmoid(x);
@@ -114,8 +114,8 @@ struct NormalAt {
   float slope;
 };
 AB_INLINE NormalAt normal_distribution(float x) {
-  // exp(-x^2/2), the rounding error of the square made good: the exponent's absolute error is the result's relative
-  // one.
+  // Compute exp(-x^2/2) with the rounding error of the square compensated: an absolute error of the exponent is a
+  // relative error of the result.
   const float square = x * x;
   const float error = multiply_add(x, x, -square);
 #if defined(__CUDA_ARCH__)
@@ -125,7 +125,7 @@ AB_INLINE NormalAt normal_distribution(float x) {
 #else
   const float e = exp_flushed_f32(-0.5f * square) * (1.0f - 0.5f * error);
 #endif
-  // Phi(-y) exp(y^2/2) for y >= 0 as a polynomial of t = 1 / (1 + 0.35 y), minimax to 3.2e-8, relatively.
+  // Phi(-y) exp(y^2/2) for y >= 0 as a polynomial in t = 1 / (1 + 0.35 y); minimax, relative error 3.2e-8.
   const float t = reciprocal(multiply_add(0.35f, __builtin_fabsf(x), 1.0f));
   float p = multiply_add(t, -0x1.ddb9p-6f, 0x1.26f9aap-3f);
   p = multiply_add(t, p, -0x1.05faa4p-2f);
@@ -135,7 +135,7 @@ AB_INLINE NormalAt normal_distribution(float x) {
   p = multiply_add(t, p, 0x1.eac9bcp-4f);
   p = multiply_add(t, p, 0x1.1e70c4p-3f);
   p = multiply_add(t, p, 0x1.1df1c6p-3f);
-  const bool vanishes = square > 170.0f;  // below the normal numbers
+  const bool vanishes = square > 170.0f;  // the result would be denormal
   const float tail = vanishes ? 0.0f : p * t * e;
   return {x < 0.0f ? tail : 1.0f - tail, vanishes ? 0.0f : 0.3989422804f * e};
 }
@@ -165,7 +165,7 @@ AB_INLINE float activate(const Activation& a, float g, float u) {
   }
 }
 
-// The slope of v = h s(x(h)), s the sigmoid: s + v (1 - s) x'.
+// For v = h s(x(h)) with the sigmoid s: v' = s + v (1 - s) x'.
 template <Formula kFormula>
 AB_INLINE ActivationAt activate_with_slopes(const Activation& a, float g, float u) {
   if constexpr (kFormula == Formula::silu) {
@@ -178,7 +178,7 @@ AB_INLINE ActivationAt activate_with_slopes(const Activation& a, float g, float 
     const float x_slope = kGeluScale * (1.0f + 3.0f * kGeluCubic * g * g);
     const float v = g * s;
     const float slope = multiply_add(multiply_add(-v, s, v), x_slope, s);
-    // Past 16 s is 0 or 1 to the last bit, and g^3 may overflow.
+    // Beyond 16, s is exactly 0 or 1, and g^3 may overflow.
     return {v * u, (__builtin_fabsf(g) > 16.0f ? s : slope) * u, v};
   }
   if constexpr (kFormula == Formula::gelu_erf) {
@@ -188,7 +188,7 @@ AB_INLINE ActivationAt activate_with_slopes(const Activation& a, float g, float 
   }
   if constexpr (kFormula == Formula::power) {
     const float base = at_least(g, a.floor);
-    const float slope = g > a.floor ? 1.0f : base == a.floor ? a.slope_at_floor : base;  // the last: NaN
+    const float slope = g > a.floor ? 1.0f : base == a.floor ? a.slope_at_floor : base;  // `base` covers NaN
     const float v = a.squared ? base * base : base;
     return {v * u, (a.squared ? 2.0f * base : slope) * u, v};
   }
@@ -208,17 +208,17 @@ AB_INLINE ActivationAt activate_with_slopes(const Activation& a, float g, float 
     return {inside * up, v > a.limit ? 0.0f : (s + multiply_add(-v, s, v)) * up, is_past(u, a.limit) ? 0.0f : inside};
   }
   if constexpr (kFormula == Formula::situ) {
-    // In saturation the slope is a sum of two small terms: 1 - s must not be a difference of numbers near 1.
-    const SigmoidAt s = sigmoid_and_rest(g);
+    // In saturation the slope is a sum of two small terms, so 1 - s must not be a difference of numbers near 1.
+    const SigmoidAt s = sigmoid_and_complement(g);
     const TanhAt gate = tanh_f32(g * a.inverse_alpha);
     const TanhAt up = tanh_f32(u * a.inverse_limit);
     const float v = a.alpha * gate.value * s.value;
     const float limited_up = a.limit * up.value;
-    return {v * limited_up, multiply_add(gate.slope, s.value, v * s.rest) * limited_up, v * up.slope};
+    return {v * limited_up, multiply_add(gate.slope, s.value, v * s.complement) * limited_up, v * up.slope};
   }
 }
 
-// Calls f.template operator()<formula>() with that of an activation.
+// Calls f.template operator()<formula>() with the formula of an activation.
 template <class F>
 AB_INLINE void with_formula(const Activation& activation, F&& f) {
   switch (activation.formula) {
@@ -232,7 +232,7 @@ AB_INLINE void with_formula(const Activation& activation, F&& f) {
   }
 }
 
-// The same for kernels in which every formula costs code: those that few models have share Formula::any.
+// Like with_formula(), for kernels in which every formula adds code: rarely used formulas share Formula::any.
 template <class F>
 AB_INLINE void with_common_formula(const Activation& activation, F&& f) {
   switch (activation.formula) {
@@ -244,7 +244,7 @@ AB_INLINE void with_common_formula(const Activation& activation, F&& f) {
   }
 }
 
-// Of the formulas that share Formula::any.
+// Dispatches among the formulas that share Formula::any.
 template <>
 AB_INLINE float activate<Formula::any>(const Activation& a, float g, float u) {
   switch (a.formula) {

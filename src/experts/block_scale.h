@@ -1,5 +1,5 @@
-// The scale of a block of quantised numbers, in operations that every backend has to the bit. Internal linkage:
-// included by *.isa.cc files.
+// The scale of a block of quantised values, bitwise equal on every backend. Functions have internal linkage because
+// *.isa.cc files include this header.
 #pragma once
 
 #include <cstdint>
@@ -9,22 +9,22 @@
 
 namespace anabranch {
 
-constexpr int64_t kScaleBlock = 128;  // elements that share a scale, along each axis that is cut
+constexpr int64_t kScaleBlock = 128;  // elements per scale, along each blocked axis
 
 namespace {
 
-// |v| as an integer: the largest of a block is that of the largest number, or above all numbers' where one is none.
+// The bits of |v|, whose integer order is the order of magnitudes. NaN compares above all numbers.
 AB_INLINE uint32_t magnitude_bits(float value) { return bits_of(value) & 0x7fffffffu; }
 
-// Of a block whose largest magnitude is `largest`: m / 448, so that q = v / scale is in e4m3's range, but no denormal
-// number, which has too few digits for that.
+// Returns the scale m / 448 of a block with largest magnitude m, so that q = v / scale fits e4m3. The scale is at least
+// the smallest normal number, because denormal numbers have too little precision.
 AB_INLINE float block_scale(uint32_t largest, bool power_of_two) {
   constexpr uint32_t kInfinity = 0x7f800000u;
-  constexpr uint32_t kLeastNormal = 0x00800000u;
+  constexpr uint32_t kMinNormal = 0x00800000u;
   const float ratio = float_from_bits(largest) / 448.0f;
-  const uint32_t normal = bits_of(ratio) < kLeastNormal ? kLeastNormal : bits_of(ratio);
-  const uint32_t rounded_up =
-      (normal + (kLeastNormal - 1)) & kInfinity;  // 0x7fffff at most is carried into the exponent
+  const uint32_t normal = bits_of(ratio) < kMinNormal ? kMinNormal : bits_of(ratio);
+  // Adding at most 0x7fffff carries into the exponent unless the mantissa is 0.
+  const uint32_t rounded_up = (normal + (kMinNormal - 1)) & kInfinity;
   const float scale = float_from_bits(power_of_two ? rounded_up : normal);
   return largest >= kInfinity ? float_from_bits(0x7fc00000u) : largest == 0u ? 1.0f : scale;
 }

@@ -9,15 +9,14 @@
 namespace anabranch {
 namespace {
 
-// The dtype of x, as the only one allowed for the others.
+// Allows only the dtype of x.
 Dtypes dtype_of(const ab_tensor* x) { return dtype_bit(static_cast<ab_dtype>(x->dtype)); }
 
 Dtypes dtype_of(const FfnSizes& s) { return dtype_bit(static_cast<ab_dtype>(s.dtype)); }
 
-// Those of a product of x: quantised ones say nothing about it.
+// Dtypes allowed for the results of a GEMM of x. Quantised x does not restrict them.
 Dtypes dtype_of_results(const ab_tensor* x) { return x->dtype == AB_FLOAT8_E4M3 ? kFloats : dtype_of(x); }
 
-// An option that is on or off.
 ab_status check_flag(const char* name, int32_t value) {
   return value == 0 || value == 1 ? ok() : AB_INVALID("%s: got %d, expected 0 or 1", name, value);
 }
@@ -39,7 +38,7 @@ ab_status check_precision(const Args* args) {
   return AB_INVALID("fp8_scales: got %d, expected 0 without AB_PRECISION_FP8", args->fp8_scales);
 }
 
-// An axis that is cut into blocks of one scale.
+// Requires an axis to consist of whole blocks of one scale each.
 ab_status check_blocks(const char* name, const char* axis, int64_t size) {
   if (size % kScaleBlock == 0) return ok();
   return AB_INVALID("%s: got %s=%lld, expected a multiple of %lld to be quantised", name, axis,
@@ -52,14 +51,14 @@ ab_status check_weight_early(int32_t value, const ab_tensor* weights) {
   return AB_INVALID("weight_early: got %d, expected 0, or 1 together with weights", value);
 }
 
-// An argument that has no use with the others.
+// Requires an argument to be NULL where the other arguments give it no use.
 ab_status check_unused(const char* name, const ab_tensor* tensor, const char* when) {
   return tensor == nullptr ? ok() : AB_INVALID("%s: got a tensor, expected NULL %s", name, when);
 }
 
 int64_t axis(const ab_tensor* tensor, int i) { return tensor->shape[i]; }
 
-// Numbers and their scales, which come together.
+// Quantised values and their scales must come together.
 ab_status check_quantized(const char* name, const ab_tensor* q, std::initializer_list<Axis> shape,
                           const char* scales_name, const ab_tensor* scales, std::initializer_list<Axis> scales_shape) {
   if (q == nullptr && scales == nullptr) return ok();
@@ -67,19 +66,19 @@ ab_status check_quantized(const char* name, const ab_tensor* q, std::initializer
   return check_tensor(scales_name, scales, kFloat32, scales_shape);
 }
 
-// A tensor that is quantised where it has scales: these belong to e4m3 and to nothing else.
+// Scales are required for e4m3 tensors and refused for all others.
 ab_status check_scales_of(const char* name, const ab_tensor* tensor, const char* scales_name, const ab_tensor* scales,
                           std::initializer_list<Axis> scales_shape) {
   if (tensor != nullptr && tensor->dtype == AB_FLOAT8_E4M3) {
     return check_tensor(scales_name, scales, kFloat32, scales_shape);
   }
   if (scales == nullptr) return ok();
-  return AB_INVALID("%s: got a tensor, expected NULL where %s is not float8_e4m3", scales_name, name);
+  return AB_INVALID("%s: got a tensor, expected NULL if %s is not float8_e4m3", scales_name, name);
 }
 
 constexpr const char* kWithoutFp8 = "without AB_PRECISION_FP8";
 
-// The weights of a product [D, N] whose rows are x.
+// Checks the weights [D, N] of a GEMM with rows x.
 template <class Args>
 ab_status check_product_weights(const Args* args, GroupedSizes* s) {
   const bool transposed = args->transpose_w != 0;
@@ -103,7 +102,7 @@ ab_status check_product_weights(const Args* args, GroupedSizes* s) {
                          {{"E", s->E}, transposed ? n_blocks : d_blocks, transposed ? d_blocks : n_blocks});
 }
 
-// x, w and group_sizes of a product over rows.
+// Checks x, w and group_sizes of a GEMM over rows.
 template <class Args>
 ab_status check_product(const Args* args, GroupedSizes* s) {
   AB_RETURN_IF_ERROR(check_flag("transpose_w", args->transpose_w));
@@ -127,46 +126,46 @@ ab_status check_product(const Args* args, GroupedSizes* s) {
   return check_product_weights(args, s);
 }
 
-// The layouts of W_in [E, D, P, F] and W_out [E, F, D], in the order of preference.
+// Layouts of W_in [E, D, P, F] and W_out [E, F, D], in order of preference.
 enum InOrder : size_t { kDpf, kPfd, kDfp, kFpd };
 enum OutOrder : size_t { kFd, kDf };
 constexpr Order kInOrders[] = {{{0, 1, 2, 3}}, {{0, 2, 3, 1}}, {{0, 1, 3, 2}}, {{0, 3, 2, 1}}};
 constexpr Order kOutOrders[] = {{{0, 1, 2}}, {{0, 2, 1}}};
 
-// A gradient lies as its weight does.
+// A weight gradient has the layout of its weight.
 ab_status check_gradient_of_in(const ab_tensor* tensor, Dtypes dtypes, const FfnSizes& s) {
   if (tensor == nullptr) return ok();
   const size_t order =
       s.layout.interleaved ? (s.layout.in_transposed ? kFpd : kDfp) : (s.layout.in_transposed ? kPfd : kDpf);
-  size_t found = 0;
+  size_t order_index = 0;
   return check_ordered("d_w_in", tensor, dtypes, {{"E", s.E}, {"D", s.D}, {"P", s.P}, {"F", s.F}},
-                       {&kInOrders[order], 1}, &found);
+                       {&kInOrders[order], 1}, &order_index);
 }
 ab_status check_gradient_of_out(const ab_tensor* tensor, Dtypes dtypes, const FfnSizes& s) {
   if (tensor == nullptr) return ok();
-  size_t found = 0;
+  size_t order_index = 0;
   return check_ordered("d_w_out", tensor, dtypes, {{"E", s.E}, {"F", s.F}, {"D", s.D}},
-                       {&kOutOrders[s.layout.out_transposed ? kDf : kFd], 1}, &found);
+                       {&kOutOrders[s.layout.out_transposed ? kDf : kFd], 1}, &order_index);
 }
 
-// b_in [E, P, F] and h [R, P, F], or what is like them: P and F in the order that W_in has them in.
+// Checks b_in [E, P, F], h [R, P, F] and tensors of these shapes: P and F are stored in the order of W_in.
 ab_status check_hidden(const char* name, const ab_tensor* tensor, Dtypes dtypes, Axis rows, const FfnSizes& s) {
   constexpr Order kSideBySide{{0, 1, 2}};
   constexpr Order kInterleaved{{0, 2, 1}};
   if (tensor == nullptr) return ok();
-  size_t found = 0;
+  size_t order_index = 0;
   return check_ordered(name, tensor, dtypes, {rows, {"P", s.P}, {"F", s.F}},
-                       {s.layout.interleaved ? &kInterleaved : &kSideBySide, 1}, &found);
+                       {s.layout.interleaved ? &kInterleaved : &kSideBySide, 1}, &order_index);
 }
 
-// Rows that are tokens, or those of experts, quantised.
+// Checks quantised rows: one per token if rows are gathered, else one per row of the experts.
 ab_status check_quantized_rows(const char* name, const ab_tensor* q, const char* scales_name, const ab_tensor* scales,
                                const FfnSizes& s) {
   const Axis rows = s.K > 0 ? Axis{"T", s.T} : Axis{"R", s.R};
   return check_quantized(name, q, {rows, {"D", s.D}}, scales_name, scales, {rows, {"D/128", blocks(s.D)}});
 }
 
-// A number above 0 where an activation has such a parameter, else 0, exactly.
+// Requires a finite value above 0 if the activation has the parameter, else exactly 0.
 ab_status check_parameter(const char* name, float value, bool has) {
   if (has ? std::isfinite(value) && value > 0.0f : value == 0.0f) return ok();
   return AB_INVALID("%s: got %g, expected %s", name, static_cast<double>(value),
@@ -184,30 +183,30 @@ ab_status check_activation(const Args* args) {
   return check_parameter("activation_limit", args->activation_limit, kind >= AB_SWIGLU_CLAMPED);
 }
 
-// Those of the network's weights, which are quantised from any.
+// Dtypes allowed for the weights: FP8 quantises weights of any float dtype.
 template <class Args>
 Dtypes dtypes_of_weights(const Args* args) {
   return is_fp8(*args) ? kFloats : dtype_of(args->x);
 }
 
-// x of the network, as it is or quantised: the sizes of its rows.
+// Finds the tensor that determines the number of rows and D: x or, if it is absent, x_q.
 ab_status check_rows(const ab_expert_ffn_forward_args* args, const char* rows_name, const ab_tensor** rows) {
   if (!is_fp8(*args)) {
     AB_RETURN_IF_ERROR(check_unused("x_q", args->x_q, kWithoutFp8));
     AB_RETURN_IF_ERROR(check_unused("x_scales", args->x_scales, kWithoutFp8));
   }
-  const bool is_there = args->x != nullptr || args->x_q == nullptr;
-  *rows = is_there ? args->x : args->x_q;
-  return is_there ? check_tensor("x", args->x, kFloats, {{rows_name}, {"D"}})
-                  : check_tensor("x_q", args->x_q, kE4m3, {{rows_name}, {"D"}});
+  const bool has_floats = args->x != nullptr || args->x_q == nullptr;
+  *rows = has_floats ? args->x : args->x_q;
+  return has_floats ? check_tensor("x", args->x, kFloats, {{rows_name}, {"D"}})
+                    : check_tensor("x_q", args->x_q, kE4m3, {{rows_name}, {"D"}});
 }
 ab_status check_rows(const ab_expert_ffn_backward_args* args, const char* rows_name, const ab_tensor** rows) {
   *rows = args->x;
   return check_tensor("x", args->x, kFloats, {{rows_name}, {"D"}});
 }
 
-// The dtype of x. Where that is given quantised alone: of the first that has it and a float dtype, so that others are
-// refused beside it; where nothing has it, it makes no difference.
+// The dtype of the network is the dtype of x. If only x_q is given, it is the float dtype of the first of y, h, a and
+// b_in that has one, so that a different dtype in the others is refused. If none is given, any dtype will do.
 int32_t dtype_of_network(const ab_expert_ffn_forward_args* args) {
   for (const ab_tensor* tensor : {args->x, args->y, args->h, args->a, args->b_in}) {
     if (tensor == nullptr) continue;
@@ -219,7 +218,7 @@ int32_t dtype_of_network(const ab_expert_ffn_forward_args* args) {
 }
 int32_t dtype_of_network(const ab_expert_ffn_backward_args* args) { return args->x->dtype; }
 
-// W_in, as it is or quantised with its axes in this order.
+// Checks W_in, given as floats or quantised in the axis order that quantized_transposed selects.
 template <class Args>
 ab_status check_w_in(const Args* args, bool quantized_transposed, FfnSizes* s) {
   size_t order = kDpf;
@@ -267,8 +266,8 @@ ab_status check_w_out(const Args* args, bool quantized_transposed, FfnSizes* s) 
              : check_quantized("w_out_q", args->w_out_q, {E, F, D}, "w_out_scales", args->w_out_scales, scales);
 }
 
-// What forward and backward have in common; has_down: both products are part of it, not the first alone; forward's
-// products take quantised weights transposed.
+// Checks shared by forward and backward. has_down: the call includes the down GEMM. quantized_transposed: quantised
+// weights are transposed, as the forward GEMMs read them.
 template <class Args>
 ab_status check_common(const Args* args, bool has_down, bool quantized_transposed, FfnSizes* s) {
   AB_RETURN_IF_ERROR(check_activation(args));
@@ -299,7 +298,7 @@ ab_status check_common(const Args* args, bool has_down, bool quantized_transpose
   if (is_fp8(*args)) AB_RETURN_IF_ERROR(check_blocks("x", "D", s->D));
   AB_RETURN_IF_ERROR(check_w_in(args, quantized_transposed, s));
   if (s->P == 1 && args->activation >= AB_SWIGLU_CLAMPED) {
-    return AB_INVALID("activation: got %d, one of two inputs, expected one of one input where w_in has 1 part",
+    return AB_INVALID("activation: got %d, which needs gate and up, expected another one since w_in has 1 part",
                       args->activation);
   }
   if (has_down) {
@@ -395,7 +394,7 @@ ab_status check(const ab_grouped_matmul_combine_args* args, CombinedSizes* s) {
 ab_status check(const ab_grouped_matmul_dw_args* args, GroupedSizes* s) {
   AB_RETURN_IF_ERROR(check_flag("accumulate", args->accumulate));
   if (args->precision != AB_PRECISION_HIGHEST && args->precision != AB_PRECISION_TF32) {
-    return AB_INVALID("precision: got %d, expected %d or %d, an ab_precision that gradients of weights have",
+    return AB_INVALID("precision: got %d, expected %d or %d, an ab_precision that weight gradients support",
                       args->precision, AB_PRECISION_HIGHEST, AB_PRECISION_TF32);
   }
   if (args->reserved != 0) return AB_INVALID("reserved: got %d, expected 0", args->reserved);
@@ -416,7 +415,7 @@ ab_status check(const ab_expert_ffn_forward_args* args, FfnSizes* s) {
   AB_RETURN_IF_ERROR(check_common(args, has_down, true, s));
   AB_RETURN_IF_ERROR(check_weight_early(args->weight_early, args->weights));
   if (!has_down && args->weight_early == 0) {
-    AB_RETURN_IF_ERROR(check_unused("weights", args->weights, "without y, or weight_early"));
+    AB_RETURN_IF_ERROR(check_unused("weights", args->weights, "without y and weight_early"));
   }
   AB_RETURN_IF_ERROR(check_quantized_rows("x_q", args->x_q, "x_scales", args->x_scales, *s));
   const Dtypes dtype = dtype_of(*s);
@@ -451,16 +450,16 @@ ab_status check(const ab_expert_ffn_backward_args* args, FfnSizes* s) {
     const bool dx_takes_dh = args->dx_rows != nullptr && args->dh_q == nullptr;
     const bool needs_dh = dx_takes_dh || args->d_w_in != nullptr || args->d_b_in != nullptr;
     if ((needs_dh && args->dh == nullptr) || (args->d_w_out != nullptr && args->weighted_a == nullptr)) {
-      return AB_INVALID("h: got NULL, expected [R, P, F], or %s that an earlier call gave",
+      return AB_INVALID("h: got NULL, expected [R, P, F], or %s from an earlier call",
                         needs_dh && args->dh == nullptr ? "dh" : "weighted_a");
     }
     AB_RETURN_IF_ERROR(check_unused("d_weights", args->d_weights, "without h"));
     AB_RETURN_IF_ERROR(check_unused("d_out_q", args->d_out_q, "without h"));
-    if (!needs_dh) AB_RETURN_IF_ERROR(check_unused("dh", args->dh, "without h, or something that follows from it"));
+    if (!needs_dh) AB_RETURN_IF_ERROR(check_unused("dh", args->dh, "without h and outputs that depend on dh"));
     if (args->d_w_out == nullptr) {
-      AB_RETURN_IF_ERROR(check_unused("weighted_a", args->weighted_a, "without h, or d_w_out"));
+      AB_RETURN_IF_ERROR(check_unused("weighted_a", args->weighted_a, "without h and d_w_out"));
     }
-    if (args->dx_rows == nullptr) AB_RETURN_IF_ERROR(check_unused("dh_q", args->dh_q, "without h, or dx_rows"));
+    if (args->dx_rows == nullptr) AB_RETURN_IF_ERROR(check_unused("dh_q", args->dh_q, "without h and dx_rows"));
     if (args->skip_rest != 0) return AB_INVALID("skip_rest: got %d, expected 0 without h", args->skip_rest);
   }
   const bool by_token = args->slot_of_row != nullptr;

@@ -1,4 +1,4 @@
-// Checks of the expert operations: shapes, dtypes and ranges in one place.
+// Argument checks of the expert operations: shapes, dtypes and ranges.
 #pragma once
 
 #include "anabranch/experts.h"
@@ -7,7 +7,7 @@
 
 namespace anabranch {
 
-// Sizes of a grouped product; w is [E, D, N] whichever way it is stored.
+// Sizes of a grouped GEMM. w is [E, D, N] in either storage order.
 struct GroupedSizes {
   int64_t R = 0;
   int64_t E = 0;
@@ -15,33 +15,33 @@ struct GroupedSizes {
   int64_t N = 0;
 };
 
-// The same of one whose rows are summed by token.
+// Sizes of a grouped GEMM whose rows are summed per token.
 struct CombinedSizes : GroupedSizes {
   int64_t T = 0;
   int64_t K = 0;
   int32_t rows_dtype = 0;
 };
 
-// Rows or weights that are quantised; weights [E, D, N] or [E, D, P, F], the former with P = 1 and F for N.
+// Sizes of quantised rows, or of quantised weights [E, D, P, F]; weights [E, D, N] have P = 1 and F = N.
 struct QuantizedSizes {
   int64_t R = 0;
   int64_t E = 0;
   int64_t D = 0;
   int64_t P = 0;
   int64_t F = 0;
-  int64_t d_stride = 0;  // in w, from one element of an axis to the next
+  int64_t d_stride = 0;  // in w, in elements, like the strides below
   int64_t p_stride = 0;
   int64_t f_stride = 0;
 };
 
-// How the weights of a feed-forward network lie in memory, by the layouts of experts.h.
+// Memory layout of the weights of a feed-forward network; see experts.h.
 struct WeightLayout {
-  bool in_transposed = false;   // W_in's columns stand in rows of D: (P, F, D) or (F, P, D)
-  bool interleaved = false;     // columns of gate and up alternate, in W_in, b_in and h
+  bool in_transposed = false;   // D is contiguous in W_in: (P, F, D) or (F, P, D)
+  bool interleaved = false;     // gate and up columns alternate in W_in, b_in and h
   bool out_transposed = false;  // W_out is (D, F)
 };
 
-// Sizes of a feed-forward network; T and K are 0 when x holds rows.
+// Sizes of a feed-forward network. T and K are 0 when x holds rows in expert order.
 struct FfnSizes {
   int64_t T = 0;
   int64_t K = 0;
@@ -50,18 +50,18 @@ struct FfnSizes {
   int64_t D = 0;
   int64_t P = 0;
   int64_t F = 0;
-  int32_t dtype = AB_FLOAT32;  // of x, which need not be there where it is quantised
+  int32_t dtype = AB_FLOAT32;  // of x, also when only quantised x is given
   WeightLayout layout;
 
   int64_t slots() const { return T * K; }
 
-  // Where a column of a part stands among the P F of a hidden row.
+  // The index of a column of a part among the P F columns of an intermediate row.
   AB_INLINE int64_t hidden_column(int64_t part, int64_t column) const {
     return layout.interleaved ? column * P + part : part * F + column;
   }
 };
 
-// Of weights of these axes: whether D stands inside F in memory, and P inside both or, with D inside, F.
+// d_inside: D is the contiguous axis. p_inside: P varies faster than F.
 QuantizedSizes weights_of(int64_t E, int64_t D, int64_t P, int64_t F, bool d_inside, bool p_inside);
 
 inline QuantizedSizes sizes_of_w_in(const FfnSizes& s) {

@@ -1,4 +1,4 @@
-// How the operands of a product are multiplied.
+// Precision of the expert GEMMs.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace anabranch {
 
-// ab_precision, of arguments that have been checked.
+// ab_precision after the argument checks.
 enum class Precision : int32_t { highest = AB_PRECISION_HIGHEST, tf32 = AB_PRECISION_TF32, fp8 = AB_PRECISION_FP8 };
 
 template <class Args>

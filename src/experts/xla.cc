@@ -5,7 +5,7 @@ namespace {
 
 using anabranch::xla::Field;
 
-// Gradients never accumulate here: XLA's results are buffers of their own.
+// XLA's results are buffers of their own, so `accumulate` is not offered here.
 
 constexpr Field kQuantizeRowsFields[] = {
     AB_INT32(ab_quantize_rows_args, fp8_scales),

@@ -15,7 +15,7 @@ TEST(Bf16, IsRefusedWhereItIsAskedForAndNotThere) {
   setenv("ANABRANCH_ISA", "avx2", 1);
   char description[1024];
   ab_describe(description, sizeof(description));
-  constexpr const char* kWhy = "ANABRANCH_BF16: got native, expected convert or nothing, since there are no bfloat16";
+  constexpr const char* kWhy = "ANABRANCH_BF16: got native, expected convert or unset, since there are no bfloat16";
   EXPECT_NE(std::strstr(description, kWhy), nullptr) << description;
   EXPECT_NE(std::strstr(description, "bf16=refused"), nullptr) << description;
 

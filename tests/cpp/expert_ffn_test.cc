@@ -149,22 +149,22 @@ TEST(ExpertFfn, TwoCallsAreOne) {
       change(args);
       EXPECT_REFUSED(call(ab_expert_ffn_backward, ab_expert_ffn_backward_workspace, args), AB_INVALID_ARGUMENT, text);
     };
-    refused([](A& args) { args.dh = nullptr; }, "h: got NULL, expected [R, P, F], or dh that an earlier call gave");
+    refused([](A& args) { args.dh = nullptr; }, "h: got NULL, expected [R, P, F], or dh from an earlier call");
     refused([&](A& args) { args.d_weights = two.d_weights.view(); },
             "d_weights: got a tensor, expected NULL without h");
     refused([](A& args) { args.dx_rows = args.d_w_in = args.d_b_in = nullptr; },
-            "dh: got a tensor, expected NULL without h, or something that follows from it");
+            "dh: got a tensor, expected NULL without h and outputs that depend on dh");
     refused([](A& args) { args.skip_rest = 1; }, "skip_rest: got 1, expected 0 without h");
     refused([](A& args) { args.skip_rest = 2; }, "skip_rest: got 2, expected 0 or 1");
     if (w_out_comes_first) {
       refused([&](A& args) { args.d_out = two.d_out.view(); },
               "d_out: got a tensor, expected NULL without h, d_w_out and d_b_out");
       refused([&](A& args) { args.weighted_a = weighted_a.view(); },
-              "weighted_a: got a tensor, expected NULL without h, or d_w_out");
+              "weighted_a: got a tensor, expected NULL without h and d_w_out");
     } else {
       refused([](A& args) { args.d_out = nullptr; }, "d_out: got NULL, expected");
       refused([](A& args) { args.weighted_a = nullptr; },
-              "h: got NULL, expected [R, P, F], or weighted_a that an earlier call gave");
+              "h: got NULL, expected [R, P, F], or weighted_a from an earlier call");
       refused([&](A& args) { args.weighted_a = two.h.view(); }, "weighted_a: got float32 (8) [140, 2, 150], expected");
     }
   }
@@ -390,7 +390,7 @@ TEST(ExpertFfn, TheFirstHalfAloneTakesNothingOfTheSecond) {
   refused([&](auto& args) { args.w_out = net.w_out.view(); }, "w_out: got a tensor, expected NULL without y");
   refused([&](auto& args) { args.b_out = net.b_out.view(); }, "b_out: got a tensor, expected NULL without y");
   refused([&](auto& args) { args.weights = net.weights.view(); },
-          "weights: got a tensor, expected NULL without y, or weight_early");
+          "weights: got a tensor, expected NULL without y and weight_early");
   refused([&](auto& args) { args.a = net.x.view(); }, "a: got float32 (8) [2, 3], expected float32 [R=4, F=4]");
   refused([&](auto& args) { args.a = nullptr; }, "w_out: got NULL, expected");
 }

@@ -89,9 +89,9 @@ TEST(Failures, OfOneDnnAreCalledWhatTheyAre) {
     return status;
   };
   constexpr int kOutOfMemory = 1, kInvalid = 2, kUnimplemented = 3;  // of dnnl_types.h
-  EXPECT_REFUSED(run(kOutOfMemory), AB_OUT_OF_MEMORY, "oneDNN: a matrix product failed, expected memory");
-  EXPECT_REFUSED(run(kInvalid), AB_INTERNAL, "oneDNN: a matrix product failed: invalid_arguments");
-  EXPECT_REFUSED(run(kUnimplemented), AB_UNSUPPORTED, "oneDNN: a matrix product failed: unimplemented");
+  EXPECT_REFUSED(run(kOutOfMemory), AB_OUT_OF_MEMORY, "oneDNN: a GEMM failed, expected memory");
+  EXPECT_REFUSED(run(kInvalid), AB_INTERNAL, "oneDNN: a GEMM failed: invalid_arguments");
+  EXPECT_REFUSED(run(kUnimplemented), AB_UNSUPPORTED, "oneDNN: a GEMM failed: unimplemented");
   EXPECT_OK(run(0));
   EXPECT_EQ(y.values(), (std::vector<float>{7, 10, 15, 22}));
 }

@@ -50,9 +50,9 @@ TEST(Fp8, TheNetworkRefusesWhatDoesNotFit) {
         args.a = net.a.view();
         args.a_scales = net.a_scales.view();
       },
-      "a_scales: got a tensor, expected NULL where a is not float8_e4m3");
+      "a_scales: got a tensor, expected NULL if a is not float8_e4m3");
   forward_refused([&](auto& args) { args.a_scales = net.a_scales.view(); },
-                  "a_scales: got a tensor, expected NULL where a is not float8_e4m3");
+                  "a_scales: got a tensor, expected NULL if a is not float8_e4m3");
   forward_refused([&](auto& args) { args.w_in_q = w_in.q.view(); },
                   "w_in_q: got float8_e4m3 (9) [4, 256, 2, 384], expected float8_e4m3 [E=4, P=2, F=384, D=256]");
   forward_refused([](auto& args) { args.w_in_scales = nullptr; },
@@ -129,7 +129,7 @@ TEST(Fp8, TheNetworkRefusesWhatDoesNotFit) {
       "w_in_q: got float8_e4m3 (9) [4, 2, 384, 256], expected float8_e4m3 [E=4, D=256, P=2, F=384]");
   backward_refused([&](auto& args) { args.w_out_q = w_out.q.view(); }, "w_out_scales: got NULL, expected");
   backward_refused([](auto& args) { args.h = args.d_weights = args.dx_rows = nullptr; },
-                   "dh_q: got a tensor, expected NULL without h, or dx_rows");
+                   "dh_q: got a tensor, expected NULL without h and dx_rows");
   const QuantizedTensor d_out(net.d_out.view(), 0);
   const auto quantised = [&](auto& args) {
     args.d_out_q = d_out.q.view();

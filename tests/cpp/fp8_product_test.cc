@@ -137,7 +137,7 @@ TEST(Fp8, ProductsRefuseWhatDoesNotFit) {
   refused([&](auto& args) { args.w = w_ragged.view(); }, "w: got N=100, expected a multiple of 128");
   refused([&](auto& args) { args.x = x.q.view(); }, "x_scales: got NULL, expected float32 [R=45, D/128=2]");
   refused([&](auto& args) { args.x_scales = x.scales.view(); },
-          "x_scales: got a tensor, expected NULL where x is not float8_e4m3");
+          "x_scales: got a tensor, expected NULL if x is not float8_e4m3");
   refused([](auto& args) { args.w_scales = nullptr; }, "w_scales: got NULL, expected float32 [E=4, D/128=2, N/128=3]");
   refused([](auto& args) { args.w_q = nullptr; }, "w_q: got NULL, expected float8_e4m3 [E=4, N=384, D=256]");
   refused([](auto& args) { args.w = args.w_q = args.w_scales = nullptr; }, "w: got NULL, expected float16");

@@ -139,7 +139,7 @@ TEST(GroupedMatmul, RefusesWhatDoesNotFit) {
     EXPECT_REFUSED(grouped_matmul(x, w, sizes, y, false, precision), AB_INVALID_ARGUMENT,
                    (got + ", expected 0 to 2, an ab_precision").c_str());
     EXPECT_REFUSED(grouped_matmul_dw(x, Floats({4, 5}), sizes, Floats({2, 3, 5}), 0, precision), AB_INVALID_ARGUMENT,
-                   (got + ", expected 0 or 1, an ab_precision that gradients of weights have").c_str());
+                   (got + ", expected 0 or 1, an ab_precision that weight gradients support").c_str());
   }
   EXPECT_REFUSED(grouped_matmul_dw(x, Floats({4, 5}), sizes, Floats({2, 3, 5}), 0, AB_PRECISION_FP8),
                  AB_INVALID_ARGUMENT, "precision: got 2, expected 0 or 1");

@@ -46,8 +46,8 @@ TEST_F(DescribeCuda, ALayersPathIsTheFirstOfTheDeviceThatCanTakeIt) {
   const LayersPath odd(AB_BFLOAT16, 31);
   if (first == "hopper") {
     EXPECT_EQ(LayersPath(AB_BFLOAT16, 32).why_not, nullptr);
-    EXPECT_STREQ(wide.why_not, "the dtype does not have 16 bits");
-    EXPECT_STREQ(odd.why_not, "rows are no whole 16-byte chunks from aligned addresses on");
+    EXPECT_STREQ(wide.why_not, "the dtype is not 16-bit");
+    EXPECT_STREQ(odd.why_not, "rows are not aligned or not whole 16-byte chunks");
   }
   const std::string next = first == "hopper" ? "portable" : first;
   EXPECT_EQ(wide.path, next);

@@ -21,8 +21,8 @@ struct Backward {
   GroupedRows rows;
   Matrix weighted_a;    // w a, [R, F]
   Matrix dh;            // [R, P F]
-  QuantizedRows dh_q;   // [R, P F] with the gate's columns before those of up, data nullptr: not wanted
-  Matrix d_y;           // the first operand of da', read where there is h
+  QuantizedRows dh_q;   // [R, P F], gate columns before up columns; data nullptr: not requested
+  Matrix d_y;           // operand A of da'; read only if h is given
   WeightOperand w_out;  // W_out^T
   WeightOperand w_in;   // W_in^T
   float* dots;          // [parts, R]: <da', a> over the columns of each part
@@ -40,17 +40,17 @@ struct Backward {
         rows(workspace, s.R, s.E, args.slot_of_row != nullptr, args.weights != nullptr),
         weighted_a(args.weighted_a != nullptr ? matrix_of(args.weighted_a, 0, s.F)
                                               : row_buffer(args.d_w_out != nullptr, s.F)),
-        dh(args.dh != nullptr ? matrix_of(args.dh, 0, s.P * s.F) : row_buffer(wants_dh(), s.P * s.F)),
+        dh(args.dh != nullptr ? matrix_of(args.dh, 0, s.P * s.F) : row_buffer(needs_dh(), s.P * s.F)),
         dh_q{args.dh_q != nullptr ? quantized_matrix(args.dh_q, args.dh_scales, s.P * s.F)
                                   : take_quantized_rows(workspace, fp8 && args.dx_rows != nullptr, s.R, s.P * s.F),
-             wants_powers_of_two(args)},
+             uses_power_of_two_scales(args)},
         d_y(take_d_y()),
         dots(args.d_weights == nullptr ? nullptr : workspace.take<float>(max_parts() * s.R)),
         products(workspace, threads, std::max(s.D, s.P * s.F), std::min(std::max(s.D, s.P * s.F), kTileColumns)) {
     take_weights();
   }
 
-  bool wants_dh() const {
+  bool needs_dh() const {
     return (args.dx_rows != nullptr && !fp8) || args.d_w_in != nullptr || args.d_b_in != nullptr;
   }
   int64_t d_out_rows() const { return args.d_out == nullptr ? 0 : args.d_out->shape[0]; }
@@ -68,7 +68,7 @@ struct Backward {
       w_in = WeightOperand(matrices_of(args.w_in, !s.layout.in_transposed));
       return;
     }
-    const bool power_of_two = wants_powers_of_two(args);
+    const bool power_of_two = uses_power_of_two_scales(args);
     if (args.h != nullptr) {
       w_out =
           WeightOperand(workspace, args.w_out, args.w_out_q, args.w_out_scales, sizes_of_w_out(s), true, power_of_two);
@@ -96,13 +96,13 @@ struct Backward {
     return {at(dh_q.q, row, part * s.F + begin), dh_q.power_of_two};
   }
 
-  Matrix row_buffer(bool wanted, int64_t columns) {
-    return {workspace.take_rows(wanted ? s.R : 0, columns, args.x->dtype), args.x->dtype, columns, nullptr};
+  Matrix row_buffer(bool needed, int64_t columns) {
+    return {workspace.take_rows(needed ? s.R : 0, columns, args.x->dtype), args.x->dtype, columns, nullptr};
   }
 
   int64_t max_parts() const { return std::max<int64_t>(ColumnParts(s.F, 1).count(), 1); }
 
-  // da' = d_y W_out^T;  dh = phi'(h) w da';  w a and <da', a> on the way.
+  // da' = d_y W_out^T, dh = phi'(h) w da', w a, and partial sums of <da', a>.
   void hidden() {
     const ColumnParts pieces(s.F, rows.num_tiles, w_out.matrices().column_step());
     if (dots != nullptr && pieces.count() == 0) std::fill_n(dots, s.R, 0.0f);  // F = 0: <da', a> has no terms
@@ -133,8 +133,8 @@ struct Backward {
     const Matrix w = w_out.matrices().of_expert(tile.expert, s.F, s.D);
     const RightHandSide rhs{transposed ? at(w, begin, 0) : at(w, 0, begin), {c, AB_FLOAT32, n, nullptr}};
     products.multiply(thread, at(d_y, tile.begin, 0), false, {&rhs, 1}, transposed, tile.rows, n, s.D);
-    const Matrix kept = matrix_of(args.h, 0, s.P * s.F);
-    const Matrix h[2] = {parts.gate(kept, tile.begin, begin), parts.up(kept, tile.begin, begin)};
+    const Matrix h_rows = matrix_of(args.h, 0, s.P * s.F);
+    const Matrix h[2] = {parts.gate(h_rows, tile.begin, begin), parts.up(h_rows, tile.begin, begin)};
     const Matrix d_parts[2] = {parts.gate(dh, tile.begin, begin), parts.up(dh, tile.begin, begin)};
     const QuantizedRows q_parts[2] = {part_of_dh_q(tile.begin, 0, begin), part_of_dh_q(tile.begin, s.P - 1, begin)};
     const int32_t* tokens = rows.tokens == nullptr ? nullptr : rows.tokens + tile.begin;
@@ -143,7 +143,7 @@ struct Backward {
                                        at(weighted_a, tile.begin, begin), dot);
   }
 
-  // d_w = <da', a> + <d_y, b_out>; zero for slots without a row.
+  // d_w = <da', a> + <d_y, b_out>; zero for assignments without a row.
   void write_d_weights(int64_t parts) {
     parallel_for(threads, rows.num_tiles, [&](int64_t i, int) {
       const RowTile& tile = rows.tiles[i];
@@ -184,7 +184,7 @@ struct Backward {
     if (args.d_b_in != nullptr) bias_gradient(products, threads, rows, dh, s.P * s.F, nullptr, args.d_b_in);
   }
 
-  // a^T b [M, N] of each expert, or its transpose [N, M].
+  // Computes a^T b [M, N] per expert, or its transpose [N, M].
   void gradient_of_matrix(bool transposed, const Matrix& a, int64_t M, const Matrix& b, int64_t N,
                           const ab_tensor* to) {
     const bool adds = args.accumulate != 0;
@@ -202,7 +202,7 @@ struct Backward {
                           {fp8 ? dh_q.q : dh, w_in.matrices(), matrix_of(args.dx_rows, 0, s.D), s.D, s.P * s.F});
   }
 
-  // d_out of each row's token.
+  // The row of d_out of each row's token.
   Matrix d_out() const { return matrix_of(args.d_out, 0, s.D, rows.tokens); }
 };
 

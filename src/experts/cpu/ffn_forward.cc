@@ -16,13 +16,13 @@ struct Forward {
   Activation activation;
   bool fp8;
   HiddenParts parts;          // of h and b_in
-  HiddenParts product_parts;  // of W_in as an operand
+  HiddenParts product_parts;  // of W_in as operand B
   int threads;
   Workspace workspace;
   GroupedRows rows;
-  Matrix x;             // rows of tokens, or of experts
-  Matrix a;             // [R, F], data nullptr: not wanted
-  QuantizedRows a_q;    // likewise
+  Matrix x;             // rows per token, or per row in expert order
+  Matrix a;             // [R, F]; data nullptr: not requested
+  QuantizedRows a_q;    // [R, F]; data nullptr: not requested
   WeightOperand w_in;   // [D, P F]
   WeightOperand w_out;  // [F, D]
   Products products;
@@ -40,7 +40,7 @@ struct Forward {
         rows(workspace, s.R, s.E, args.slot_of_row != nullptr, args.weights != nullptr),
         x(take_x()),
         a(take_a()),
-        a_q{take_quantized_a(), wants_powers_of_two(args)},
+        a_q{take_quantized_a(), uses_power_of_two_scales(args)},
         products(workspace, threads, std::max(s.D, s.P * s.F),
                  std::max(std::min(s.D, kTileColumns), s.P * std::min(s.F, kTileColumns))) {
     take_weights();
@@ -67,7 +67,7 @@ struct Forward {
       w_out = WeightOperand(matrices_of(args.w_out, s.layout.out_transposed));
       return;
     }
-    const bool power_of_two = wants_powers_of_two(args);
+    const bool power_of_two = uses_power_of_two_scales(args);
     w_in = WeightOperand(workspace, args.w_in, args.w_in_q, args.w_in_scales, sizes_of_w_in(s), false, power_of_two);
     if (args.y == nullptr) return;
     w_out =
@@ -76,14 +76,14 @@ struct Forward {
 
   void quantize() {
     if (fp8 && args.x_q == nullptr) {
-      quantize_rows(threads, matrix_of(args.x, 0, s.D), 1, x_rows(), s.D, {x, wants_powers_of_two(args)});
+      quantize_rows(threads, matrix_of(args.x, 0, s.D), 1, x_rows(), s.D, {x, uses_power_of_two_scales(args)});
     }
     w_in.fill(threads);
     w_out.fill(threads);
     x.rows = rows.tokens;
   }
 
-  // h = x W_in + b_in;  a = phi(h_gate, h_up), times the row's weight where it comes early.
+  // h = x W_in + b_in; a = phi(h_gate, h_up), times the row's weight if it is applied early.
   void compute_up() {
     const ColumnParts pieces(s.F, rows.num_tiles, w_in.matrices().column_step());
     parallel_for(threads, rows.num_tiles * pieces.count(), [&](int64_t task, int thread) {
@@ -96,19 +96,19 @@ struct Forward {
     });
   }
 
-  // Columns begin..begin+n of gate and up, in the tile as W_in has them: side by side, or alternating.
+  // Computes columns begin..begin+n of gate and up. The tile has the column order of W_in: two parts, or interleaved.
   void up_tile(const RowTile& tile, int64_t begin, int64_t n, int thread) {
-    const Matrix kept = matrix_of(args.h, 0, s.P * s.F);
-    const Matrix h[2] = {parts.gate(kept, tile.begin, begin), parts.up(kept, tile.begin, begin)};
+    const Matrix h_rows = matrix_of(args.h, 0, s.P * s.F);
+    const Matrix h[2] = {parts.gate(h_rows, tile.begin, begin), parts.up(h_rows, tile.begin, begin)};
     if (tile.expert < 0) {
-      parts.clear(kept, tile.begin, begin, tile.rows, n);
+      parts.clear(h_rows, tile.begin, begin, tile.rows, n);
       clear_rows(at(a, tile.begin, begin), tile.rows, n);
       products.kernels().clear_quantized(columns_of(a_q, tile, begin), tile.rows, n);
       return;
     }
     float* c = products.tile(thread);
     const int64_t width = s.P * n;
-    // Columns that stand together are one product, if it is not too wide.
+    // Contiguous columns are one GEMM, if it fits a tile.
     const bool interleaved = product_parts.order.interleaved;
     const bool together = interleaved || n == s.F;
     const bool whole = s.P == 1 || (together && width <= kTileColumns);
@@ -126,11 +126,11 @@ struct Forward {
                               columns_of(a_q, tile, begin));
   }
 
-  // b_in of columns begin..begin+n of gate and up, in the order of the tile.
+  // Loads b_in for columns begin..begin+n of gate and up, in the order of the tile.
   void load_bias(int64_t expert, int64_t begin, int64_t n, float* to) const {
-    const int64_t of_expert = s.P * s.F;
+    const int64_t bias_columns = s.P * s.F;
     const auto load = [&](int64_t column, int64_t count, float* values) {
-      bias_row(products.kernels(), args.b_in, expert, of_expert, column, count, values);
+      bias_row(products.kernels(), args.b_in, expert, bias_columns, column, count, values);
     };
     if (!parts.order.interleaved) {
       load(begin, n, to);
@@ -147,7 +147,7 @@ struct Forward {
     }
   }
 
-  // y = a W_out + b_out, times the row's weight; `a` has it already where it comes early.
+  // y = a W_out + b_out, times the row's weight. If the weight is applied early, `a` already contains it.
   void compute_down() {
     if (args.y == nullptr) return;
     const float* late = args.weight_early != 0 ? nullptr : rows.scale;
@@ -156,7 +156,7 @@ struct Forward {
         {fp8 ? a_q.q : a, w_out.matrices(), matrix_of(args.y, 0, s.D), s.D, s.F, late, args.b_out, rows.scale});
   }
 
-  // The matrix of an expert from one of its P F columns on, [D, columns], or transposed as it is stored.
+  // W_in of an expert from one of its P F columns on: [D, columns], or its transpose as stored.
   Matrix columns_of_w_in(int64_t expert, int64_t column) const {
     const Matrix w = w_in.matrices().of_expert(expert, s.P * s.F, s.D);
     return w_in.matrices().transposed ? at(w, column, 0) : at(w, 0, column);

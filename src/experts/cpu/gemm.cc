@@ -13,7 +13,7 @@
 #include <new>
 #include <unordered_map>
 
-// oneDNN's threads are OpenMP's, also in a build whose own threads are not.
+// oneDNN uses OpenMP threads, even if this build does not use OpenMP itself.
 extern "C" {
 int omp_get_max_threads();
 void omp_set_num_threads(int);
@@ -52,7 +52,7 @@ dnnl::memory view(int64_t rows, int64_t columns, bool transposed, int64_t stride
   return {dnnl::memory::desc({rows, columns}, type, strides), cpu(), nullptr};
 }
 
-// The product of one shape, with the views of its operands.
+// A GEMM of one shape, with views of its operands.
 class Bf16Product {
  public:
   explicit Bf16Product(const GemmShape& s)
@@ -60,7 +60,7 @@ class Bf16Product {
         b_(view(s.k, s.n, s.transpose_b, s.ldb, dnnl::memory::data_type::bf16)),
         c_(view(s.m, s.n, false, s.ldc, s.c_is_bf16 ? dnnl::memory::data_type::bf16 : dnnl::memory::data_type::f32)) {
     dnnl::primitive_attr attributes;
-    // A scratchpad that oneDNN owns would be shared by the threads that share the primitive.
+    // oneDNN's own scratchpad would be shared by all threads that share the primitive.
     attributes.set_scratchpad_mode(dnnl::scratchpad_mode::user);
     if (s.accumulate) {
       dnnl::post_ops operations;
@@ -96,8 +96,8 @@ class Bf16Product {
   dnnl::matmul product_;
 };
 
-// What a thread keeps between products. Row counts are padded to multiples of 16, so that few shapes exist; a program
-// of very many layer sizes starts over now and then.
+// Per-thread state that is cached between GEMMs. Row counts are padded to multiples of 8, so there are few shapes. A
+// program with very many layer sizes clears the cache occasionally.
 struct ThreadState {
   static constexpr size_t kMaxShapes = 512;
   dnnl::stream stream{cpu()};
@@ -158,9 +158,9 @@ int gemm_bf16(const GemmShape& shape, const void* a, const void* b, void* c) {
 
 ab_status gemm_error(int failure) {
   if (failure == dnnl_out_of_memory) {
-    return error(AB_OUT_OF_MEMORY, "oneDNN: a matrix product failed, expected memory for its packed operands");
+    return error(AB_OUT_OF_MEMORY, "oneDNN: a GEMM failed, expected memory for its packed operands");
   }
-  return error(failure == dnnl_unimplemented ? AB_UNSUPPORTED : AB_INTERNAL, "oneDNN: a matrix product failed: %s",
+  return error(failure == dnnl_unimplemented ? AB_UNSUPPORTED : AB_INTERNAL, "oneDNN: a GEMM failed: %s",
                dnnl_status2str(static_cast<dnnl_status_t>(failure)));
 }
 
@@ -183,9 +183,9 @@ int gemm_f32(const GemmShape& s, const float* a, const float* b, float* c) {
   return 0;
 }
 
-int gemm_bf16(const GemmShape&, const void*, const void*, void*) { return 1; }  // not called: has_bf16()
+int gemm_bf16(const GemmShape&, const void*, const void*, void*) { return 1; }  // never called: has_bf16() is false
 
-ab_status gemm_error(int failure) { return error(AB_INTERNAL, "matrix product: got failure %d", failure); }
+ab_status gemm_error(int failure) { return error(AB_INTERNAL, "GEMM: got failure %d", failure); }
 
 }  // namespace anabranch
 
@@ -194,16 +194,16 @@ ab_status gemm_error(int failure) { return error(AB_INTERNAL, "matrix product: g
 namespace anabranch {
 namespace {
 
-const char* wanted_bf16() {
-  const char* wanted = std::getenv("ANABRANCH_BF16");
-  return wanted == nullptr ? "" : wanted;
+const char* bf16_setting() {
+  const char* setting = std::getenv("ANABRANCH_BF16");
+  return setting == nullptr ? "" : setting;
 }
 
 Bf16Products choose_bf16() {
-  const char* wanted = wanted_bf16();
-  if (std::strcmp(wanted, "convert") == 0) return Bf16Products::converted;
-  if (std::strcmp(wanted, "native") == 0) return has_bf16() ? Bf16Products::native : Bf16Products::refused;
-  if (wanted[0] != '\0') return Bf16Products::refused;
+  const char* setting = bf16_setting();
+  if (std::strcmp(setting, "convert") == 0) return Bf16Products::converted;
+  if (std::strcmp(setting, "native") == 0) return has_bf16() ? Bf16Products::native : Bf16Products::refused;
+  if (setting[0] != '\0') return Bf16Products::refused;
   return has_bf16() ? Bf16Products::native : Bf16Products::converted;
 }
 
@@ -216,10 +216,10 @@ Bf16Products bf16_products() {
 
 ab_status check_bf16_products() {
   if (bf16_products() != Bf16Products::refused) return ok();
-  return error(AB_UNSUPPORTED, "ANABRANCH_BF16: got %s, expected %s", wanted_bf16(),
-               std::strcmp(wanted_bf16(), "native") == 0
-                   ? "convert or nothing, since there are no bfloat16 products here (isa, oneDNN or CPU)"
-                   : "native, convert or nothing");
+  return error(AB_UNSUPPORTED, "ANABRANCH_BF16: got %s, expected %s", bf16_setting(),
+               std::strcmp(bf16_setting(), "native") == 0
+                   ? "convert or unset, since there are no bfloat16 GEMMs here (isa, oneDNN or CPU)"
+                   : "native, convert or unset");
 }
 
 }  // namespace anabranch

@@ -1,4 +1,4 @@
-// One matrix product on one thread, by oneDNN where the build has it.
+// Single-threaded matrix multiplication, by oneDNN if the build has it.
 #pragma once
 
 #include <cstdint>
@@ -7,17 +7,17 @@
 
 namespace anabranch {
 
-// What becomes of bfloat16 operands: multiplied as they are, where oneDNN has instructions for it on this CPU, or
-// converted to float32 first. ANABRANCH_BF16 = native or convert overrules the choice; refused where it asks for what
-// is not there, or for something else.
+// How bfloat16 operands are multiplied: natively, if oneDNN has instructions for it on this CPU, or converted to
+// float32 first. ANABRANCH_BF16 = native or convert overrides the choice. `refused`: the variable has another value, or
+// requests native GEMMs that are not available.
 enum class Bf16Products { native, converted, refused };
 Bf16Products bf16_products();
 
-// Unsupported where bfloat16 products are refused.
+// Returns AB_UNSUPPORTED if bfloat16 GEMMs are refused.
 ab_status check_bf16_products();
 
-// Shape of C (+)= op(A) op(B), row-major: op(A) [m, k], op(B) [k, n], C [m, n], float32 or (of bfloat16 operands, not
-// accumulated) rounded to bfloat16; lda, ldb, ldc: elements from one stored row to the next.
+// Shape of C (+)= op(A) op(B), row-major: op(A) [m, k], op(B) [k, n], C [m, n]. C is float32, or bfloat16 for bfloat16
+// operands without accumulation. lda, ldb, ldc: elements from one stored row to the next.
 struct GemmShape {
   bool transpose_a;
   bool transpose_b;
@@ -33,7 +33,7 @@ struct GemmShape {
   bool operator==(const GemmShape&) const = default;
 };
 
-// Both return 0, or oneDNN's status where it fails, whose meaning gemm_error tells.
+// Both return 0, or oneDNN's error status, which gemm_error() converts.
 int gemm_f32(const GemmShape& shape, const float* a, const float* b, float* c);
 int gemm_bf16(const GemmShape& shape, const void* a, const void* b, void* c);
 ab_status gemm_error(int failure);

@@ -39,12 +39,12 @@ struct GroupedMatmulCombine {
     return {sizeof(ab_combine_args), &y, args.row_of_slot, is_early() ? nullptr : args.weights, args.out, args.addend};
   }
 
-  // The sum's workspace is the rest of this one.
+  // The sum uses the remaining workspace.
   ab_status take_workspace_of_sum() {
     size_t bytes_before = 0;
-    AB_RETURN_IF_ERROR(report_workspace(workspace.size(), &bytes_before));  // [R, N] can be a tensor
+    AB_RETURN_IF_ERROR(report_workspace(workspace.size(), &bytes_before));  // checks that [R, N] can be a tensor
     const void* rows_memory = y.data;
-    if (rows_memory == nullptr) y.data = this;  // no memory yet: the question needs none
+    if (rows_memory == nullptr) y.data = this;  // no memory yet; the query reads none
     const ab_combine_args combine = sum();
     AB_RETURN_IF_ERROR(ab_combine_workspace(&combine, &for_sum, &for_sum.workspace_size));
     y.data = const_cast<void*>(rows_memory);

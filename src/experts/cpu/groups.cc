@@ -5,8 +5,8 @@
 namespace anabranch {
 namespace {
 
-constexpr int64_t kRowStep = 16;        // tile sizes are multiples of it, but for the last of a group
-constexpr int64_t kLeastColumns = 128;  // narrower products waste the packing of their rows
+constexpr int64_t kRowStep = 16;      // granularity of tile sizes, except the last tile of a group
+constexpr int64_t kMinColumns = 128;  // narrower GEMMs waste the packing of their rows
 constexpr int64_t kEnoughTasks = 32;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -47,9 +47,9 @@ int64_t cut_tiles(const RowRange* groups, int64_t R, int64_t E, RowTile* tiles) 
 }
 
 ColumnParts::ColumnParts(int64_t num_columns, int64_t row_tiles, int64_t step) : columns(num_columns) {
-  const int64_t wanted = ceil_div(kEnoughTasks, std::max<int64_t>(row_tiles, 1));
-  const int64_t even = ceil_div(ceil_div(num_columns, wanted), step) * step;
-  width = std::min(num_columns, std::max(even, kLeastColumns));
+  const int64_t target_parts = ceil_div(kEnoughTasks, std::max<int64_t>(row_tiles, 1));
+  const int64_t even = ceil_div(ceil_div(num_columns, target_parts), step) * step;
+  width = std::min(num_columns, std::max(even, kMinColumns));
 }
 
 }  // namespace anabranch

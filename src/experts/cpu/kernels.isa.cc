@@ -7,13 +7,13 @@
 namespace anabranch::AB_ISA {
 namespace {
 
-constexpr int64_t kChunk = 256;  // columns that pass through local arrays at once
+constexpr int64_t kChunk = 256;  // columns per pass through local arrays
 constexpr int64_t kStrip = 64;   // columns whose sums stay in registers
-constexpr int64_t kLanes = 16;   // partial sums of a dot product: the same on every instruction set
+constexpr int64_t kLanes = 16;   // partial sums of a dot product; the same for every instruction set
 
 int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// The elements of row i from column j on; nullptr for a row of zeros.
+// Returns the elements of row i, or nullptr for a row of zeros.
 template <class T>
 T* row_of(const Matrix& m, int64_t i) {
   const int64_t row = m.rows == nullptr ? i : m.rows[i];
@@ -25,8 +25,8 @@ void fill_zero(T* to, int64_t count) {
   for (int64_t j = 0; j < count; ++j) to[j] = T{};
 }
 
-// Asks for the first `count` elements of a row that is used next: gathered rows lie anywhere, and tiles are too narrow
-// for the hardware to see a pattern.
+// Prefetches the first `count` elements of the next row: gathered rows have no regular addresses, and tiles are too
+// narrow for the hardware prefetcher.
 template <class T>
 void prefetch(const T* row, int64_t count) {
   constexpr int64_t kLine = 64 / static_cast<int64_t>(sizeof(T));
@@ -87,8 +87,8 @@ void store(const ResultTile& tile, const float* scale, const float* bias, const 
   });
 }
 
-// The activations of a chunk, and their derivatives. up: not read where experts are ungated. Functions of their own:
-// the rows around them are compiled for every dtype, these once.
+// Activations of a chunk, and their derivatives. `up` is not read for ungated experts. They are separate functions, so
+// that each is compiled once and not per dtype of the rows.
 using Activate = void (*)(const Activation& activation, const float* gate, const float* up, int64_t count,
                           float* value);
 struct Slopes {
@@ -134,7 +134,7 @@ ActivateWithSlopes activate_with_slopes_of(const Activation& activation, bool ga
   return result;
 }
 
-// Every step-th element, as float32 and back.
+// Loads every step-th element as float32, and stores it back.
 template <class T>
 void load_columns(const T* from, int64_t step, int64_t count, float* to) {
   if (step == 1) {
@@ -152,7 +152,7 @@ void store_columns(T* to, int64_t step, int64_t count, const Value& value) {
   }
 }
 
-// From columns of the tile, plus those of the bias.
+// Loads columns of the tile and adds the bias.
 void load_hidden(const float* tile, const float* bias, int64_t step, int64_t count, float* to) {
   load_columns(tile, step, count, to);
   for (int64_t j = 0; bias != nullptr && j < count; ++j) to[j] += bias[j * step];
@@ -201,7 +201,7 @@ void clear_quantized(const QuantizedRows& rows, int64_t count, int64_t columns) 
   }
 }
 
-// Of row i alone.
+// Clears row i only.
 void clear_quantized_row(const QuantizedRows& rows, int64_t i, int64_t columns) {
   QuantizedRows row = rows;
   if (row.q.data == nullptr) return;
@@ -237,7 +237,7 @@ void hidden(const Activation& activation, const HiddenColumns& order, const Hidd
   });
 }
 
-// The lanes added pair by pair.
+// Adds the lanes pairwise.
 float sum_lanes(float (&lanes)[kLanes]) {
   for (int64_t width = kLanes / 2; width > 0; width /= 2) {
     for (int64_t j = 0; j < width; ++j) lanes[j] += lanes[j + width];
@@ -253,14 +253,14 @@ void add_products(const float* x, const float* y, int64_t count, float (&lanes)[
   for (; j < count; ++j) lanes[j % kLanes] += x[j] * y[j];
 }
 
-// Reads a chunk of h before it writes dh, which may be the same memory. Returns <da', a>.
-// Quantised as they would stand in a row of T.
+// Rounds to T, then quantises.
 template <class T>
 void quantize_rounded(float* values, int64_t count, const QuantizedRows& rows, int64_t row, int64_t column) {
   for (int64_t j = 0; j < count; ++j) values[j] = to_float(from_float<T>(values[j]));
   quantize_values(values, count, rows, row, column);
 }
 
+// Reads each chunk of h before it writes the same chunk of dh, which may alias h. Returns <da', a>.
 template <class T>
 float hidden_backward_row(const Activation& activation, ActivateWithSlopes activate, const HiddenColumns& order,
                           const float* d_a, float w, int64_t columns, const T* h_gate, const T* h_up, T* d_gate,
@@ -359,7 +359,7 @@ void column_sums(const Matrix& m, int64_t rows, int64_t columns, const int32_t* 
   });
 }
 
-// kRows x kStrip elements of C stay in registers while k runs.
+// Holds kRows x kStrip elements of C in registers while looping over k.
 template <int64_t kRows>
 void multiply_strip(bool transpose_a, bool transpose_b, int64_t n, int64_t k, const float* a, int64_t lda,
                     const float* b, int64_t ldb, bool accumulate, float* c, int64_t ldc) {

@@ -18,11 +18,11 @@ GroupedRows::GroupedRows(Workspace& workspace, int64_t num_rows, int64_t num_exp
 
 void GroupedRows::fill(int threads, const ab_tensor* group_sizes, const ab_tensor* slot_of_row,
                        const ab_tensor* weights, int64_t T, int64_t K) {
-  constexpr int64_t kRowsOfTask = 1 << 14;
+  constexpr int64_t kTaskRows = 1 << 14;
   const int32_t* slots = data<const int32_t>(slot_of_row);
-  parallel_for(threads, (R + kRowsOfTask - 1) / kRowsOfTask, [&](int64_t task, int) {
-    const int64_t begin = task * kRowsOfTask;
-    const int64_t end = std::min(begin + kRowsOfTask, R);
+  parallel_for(threads, (R + kTaskRows - 1) / kTaskRows, [&](int64_t task, int) {
+    const int64_t begin = task * kTaskRows;
+    const int64_t end = std::min(begin + kTaskRows, R);
     for (int64_t r = begin; slots != nullptr && r < end; ++r) {
       const bool real = slots[r] >= 0 && slots[r] < T * K;
       tokens[r] = real ? static_cast<int32_t>(slots[r] / K) : -1;
@@ -40,7 +40,7 @@ void GroupedRows::fill(int threads, const ab_tensor* group_sizes, const ab_tenso
 }
 
 int threads_for(const ab_exec* exec, int64_t R, int64_t elements_per_row) {
-  constexpr double kWorthThreads = 2e6;  // multiply-adds: about the time in which OpenMP wakes its threads
+  constexpr double kWorthThreads = 2e6;  // multiply-adds: roughly the time OpenMP takes to wake its threads
   return static_cast<double>(R) * static_cast<double>(elements_per_row) < kWorthThreads ? 1 : num_threads(exec);
 }
 
@@ -125,7 +125,7 @@ void weight_gradient(Products& products, int threads, const GroupedRows& rows, c
       }
       const Matrix tile{products.tile(thread), AB_FLOAT32, n, nullptr};
       const bool direct = Products::can_write(to.dtype, a, b, group.rows);
-      const RightHandSide rhs{at(b, group.begin, begin), direct ? to : tile, adds};  // to float32: directly
+      const RightHandSide rhs{at(b, group.begin, begin), direct ? to : tile, adds};
       products.multiply(thread, at(a, group.begin, row), true, {&rhs, 1}, false, m, n, group.rows);
       if (!direct) products.kernels().store({products.tile(thread), n, m, n, nullptr}, nullptr, nullptr, nullptr, to);
     }

@@ -10,26 +10,25 @@
 namespace anabranch {
 namespace {
 
-// bfloat16 products are compiled for their shape: ragged rows are rounded up so that there are few.
+// oneDNN compiles bfloat16 GEMMs per shape: rounding row counts up keeps the number of shapes small.
 constexpr int64_t kRowPadding = 8;
 constexpr int64_t kFloat = sizeof(float);
-static_assert(kTileRows % kRowPadding == 0 && kTileDepth % kRowPadding == 0, "whole blocks need no padding rows");
+static_assert(kTileRows % kRowPadding == 0 && kTileDepth % kRowPadding == 0,
+              "full tiles and depths must need no padding rows");
 
-bool stands_ready(const Matrix& m, bool bf16) {
-  return m.rows == nullptr && m.dtype == (bf16 ? AB_BFLOAT16 : AB_FLOAT32);
-}
+bool is_ready(const Matrix& m, bool bf16) { return m.rows == nullptr && m.dtype == (bf16 ? AB_BFLOAT16 : AB_FLOAT32); }
 
-// oneDNN walks down the columns of op(B): rows whole pages apart fall into the same sets of the caches, and a copy of
-// the block is faster.
+// oneDNN walks down the columns of op(B). Rows that are whole pages apart fall into the same cache sets; copying the
+// block first is faster.
 bool aliases(const Matrix& b, bool transposed) { return !transposed && b.stride % 1024 == 0; }
 
-// Whether both operands are multiplied as bfloat16, in sums of depth_of terms.
+// Whether both operands are multiplied in bfloat16, in blocks of kBf16Depth terms.
 bool as_bf16(const Matrix& a, const Matrix& b) {
   return a.dtype == AB_BFLOAT16 && b.dtype == AB_BFLOAT16 && bf16_products() == Bf16Products::native;
 }
 constexpr int64_t kBf16Depth = 2 * kTileDepth;
 
-// Rows as they are stored, gathered, with zeros below.
+// Copies rows in their stored dtype, gathered, and zeros the padding rows below.
 void copy_rows(const Matrix& m, int64_t rows, int64_t padded_rows, int64_t columns, char* to) {
   const int64_t size = dtype_size(m.dtype);
   for (int64_t i = 0; i < padded_rows; ++i, to += columns * size) {
@@ -78,9 +77,9 @@ float* Products::tile(int thread) const {
   return reinterpret_cast<float*>(memory_ + thread * (a_bytes_ + b_bytes_ + c_bytes_) + a_bytes_ + b_bytes_);
 }
 
-Matrix Products::ready(const Matrix& m, bool bf16, int64_t rows, int64_t padded_rows, int64_t columns, char* to,
-                       bool copy) const {
-  if (stands_ready(m, bf16) && rows == padded_rows && !copy) return m;
+Matrix Products::prepare(const Matrix& m, bool bf16, int64_t rows, int64_t padded_rows, int64_t columns, char* to,
+                         bool copy) const {
+  if (is_ready(m, bf16) && rows == padded_rows && !copy) return m;
   if (bf16) {
     copy_rows(m, rows, padded_rows, columns, to);
   } else {
@@ -94,7 +93,7 @@ void Products::multiply(int thread, const Matrix& a, bool transpose_a, std::span
   char* a_memory = memory_ + thread * (a_bytes_ + b_bytes_ + c_bytes_);
   char* b_memory = a_memory + a_bytes_;
   const bool bf16 = as_bf16(a, right_hand_sides[0].b);
-  const bool in_place = !bf16 && stands_ready(a, false) && stands_ready(right_hand_sides[0].b, false) &&
+  const bool in_place = !bf16 && is_ready(a, false) && is_ready(right_hand_sides[0].b, false) &&
                         !aliases(right_hand_sides[0].b, transpose_b);
   const int64_t depth = in_place ? k : bf16 ? kBf16Depth : kTileDepth;
   const auto padded = [bf16](int64_t rows) {
@@ -113,14 +112,14 @@ void Products::multiply(int thread, const Matrix& a, bool transpose_a, std::span
     const int64_t terms = std::min(depth, k - begin);
     GemmShape shape{transpose_a, transpose_b, false, false, m, n, terms, 0, 0, 0};
     (transpose_a ? shape.k : shape.m) = padded(transpose_a ? terms : m);
-    const Matrix a_block = transpose_a ? ready(at(a, begin, 0), bf16, terms, shape.k, m, a_memory, false)
-                                       : ready(at(a, 0, begin), bf16, readable_rows >= shape.m ? shape.m : m, shape.m,
-                                               terms, a_memory, false);
+    const Matrix a_block = transpose_a ? prepare(at(a, begin, 0), bf16, terms, shape.k, m, a_memory, false)
+                                       : prepare(at(a, 0, begin), bf16, readable_rows >= shape.m ? shape.m : m, shape.m,
+                                                 terms, a_memory, false);
     shape.lda = a_block.stride;
     for (const RightHandSide& rhs : right_hand_sides) {
       const Matrix b_block =
-          transpose_b ? ready(at(rhs.b, 0, begin), bf16, n, n, terms, b_memory, false)
-                      : ready(at(rhs.b, begin, 0), bf16, terms, shape.k, n, b_memory, !bf16 && aliases(rhs.b, false));
+          transpose_b ? prepare(at(rhs.b, 0, begin), bf16, n, n, terms, b_memory, false)
+                      : prepare(at(rhs.b, begin, 0), bf16, terms, shape.k, n, b_memory, !bf16 && aliases(rhs.b, false));
       shape.ldb = b_block.stride;
       shape.ldc = rhs.c.stride;
       shape.c_is_bf16 = rhs.c.dtype == AB_BFLOAT16;

@@ -1,5 +1,5 @@
-// Products of tiles. Where operands do not already stand as the matrix product wants them, they are gathered and
-// converted block by block into a thread's own memory.
+// GEMMs of tiles. Operands that the GEMM cannot read in place are gathered and converted block by block into per-thread
+// memory.
 #pragma once
 
 #include <atomic>
@@ -13,59 +13,59 @@
 namespace anabranch {
 
 constexpr int64_t kTileColumns = 512;
-constexpr int64_t kTileDepth = 512;  // terms of a sum in one block; twice as many where bfloat16 is not converted
+constexpr int64_t kTileDepth = 512;  // terms of a sum per block; twice as many for native bfloat16
 
-// Rows of a tensor, `stride` elements apart from `offset` on; rows: gathered.
+// Rows of a tensor, `stride` elements apart, starting at element `offset`. rows: gather indices.
 Matrix matrix_of(const ab_tensor* tensor, int64_t offset, int64_t stride, const int32_t* rows = nullptr);
 
-// Quantised rows, each with its own scales; `tensor` nullptr: nothing. With three axes the last two are one.
+// Quantised rows, each with its own scales. `tensor` nullptr: no rows. If it has three axes, the last two are merged.
 Matrix quantized_matrix(const ab_tensor* tensor, const ab_tensor* scales, int64_t columns);
 
-// The same matrix from (row, column) on; of a quantised one, where a block begins.
+// The same matrix from (row, column) on. For a quantised matrix, both must be block boundaries.
 Matrix at(const Matrix& m, int64_t row, int64_t column);
 
-// op(B) [k, n] of a product and where it goes: C float32, or of another dtype where Products::can_write says so.
+// op(B) [k, n] of a GEMM and its result C: float32, or another dtype if Products::can_write() allows it.
 struct RightHandSide {
   Matrix b;
   Matrix c;
-  bool adds = false;  // to what stands in C, float32
+  bool adds = false;  // add to C, which must be float32
 };
 
 class Products {
  public:
-  // Takes the memory of each thread off the workspace: for blocks of op(A), at most kTileRows high, and of op(B), at
-  // most kTileColumns wide and of no dimension above `widest`, and for a tile of results.
+  // Takes per-thread memory from the workspace: for blocks of op(A) with at most kTileRows rows, for blocks of op(B)
+  // with at most kTileColumns columns and no dimension above `widest`, and for a tile of results.
   Products(Workspace& workspace, int threads, int64_t widest, int64_t tile_columns);
 
   const ExpertKernels& kernels() const { return kernels_; }
 
-  // Tile of results of a thread, [kTileRows, tile_columns].
+  // A thread's tile of results, [kTileRows, tile_columns].
   float* tile(int thread) const;
 
-  // c (+)= op(A) op(B) for each right-hand side; the sum has k terms. If A is not transposed, c needs room for m
-  // rounded up to kRowPadding rows, and rows below the m of A are read where there are `readable_rows`.
+  // c (+)= op(A) op(B) for each right-hand side, with k terms per sum. If A is not transposed, c must have space for m
+  // rounded up to kRowPadding rows; A's rows after the first m are read if there are `readable_rows`.
   void multiply(int thread, const Matrix& a, bool transpose_a, std::span<const RightHandSide> right_hand_sides,
                 bool transpose_b, int64_t m, int64_t n, int64_t k, int64_t readable_rows = 0);
 
-  // Whether a product of k terms of a and b can be rounded to `dtype` where it is computed.
+  // Whether a GEMM of a and b with k terms can write `dtype` directly.
   static bool can_write(int32_t dtype, const Matrix& a, const Matrix& b, int64_t k);
 
-  // Unsupported where products of these two dtypes would need instructions that were asked for and are not there.
+  // Returns AB_UNSUPPORTED if GEMMs of these dtypes would need instructions that were requested but are not available.
   static ab_status check(int32_t a_dtype, int32_t b_dtype);
 
-  // An error if a product has failed.
+  // Returns an error if a GEMM has failed.
   ab_status status() const;
 
  private:
-  Matrix ready(const Matrix& m, bool bf16, int64_t rows, int64_t padded_rows, int64_t columns, char* to,
-               bool copy) const;
+  Matrix prepare(const Matrix& m, bool bf16, int64_t rows, int64_t padded_rows, int64_t columns, char* to,
+                 bool copy) const;
 
   const ExpertKernels& kernels_;
   int64_t a_bytes_;
   int64_t b_bytes_;
   int64_t c_bytes_;
   char* memory_;
-  std::atomic<int> failure_{0};  // oneDNN's status of a product that failed
+  std::atomic<int> failure_{0};  // oneDNN's status of a failed GEMM; 0: none
 };
 
 }  // namespace anabranch

@@ -12,12 +12,12 @@
 namespace anabranch {
 namespace {
 
-// A block [128, 128] to where its rows are `stride` elements apart.
+// Copies a block [128, 128] to rows that are `stride` elements apart.
 void copy_block(const uint8_t* block, uint8_t* to, int64_t stride) {
   for (int64_t i = 0; i < kScaleBlock; ++i) std::memcpy(to + i * stride, block + i * kScaleBlock, kScaleBlock);
 }
 
-// The same transposed, in squares whose lines stay in the first cache.
+// Copies a block transposed, in squares whose cache lines stay in L1.
 void copy_transposed(const uint8_t* block, uint8_t* to, int64_t stride) {
   constexpr int64_t kSquare = 32;
   for (int64_t row = 0; row < kScaleBlock; row += kSquare) {
@@ -27,18 +27,18 @@ void copy_transposed(const uint8_t* block, uint8_t* to, int64_t stride) {
   }
 }
 
-// Waking threads costs as much as some hundred thousand elements.
+// Waking threads costs as much as quantising a few hundred thousand elements.
 int threads_for_elements(const ab_exec* exec, double elements) { return elements < 3e5 ? 1 : num_threads(exec); }
 
 }  // namespace
 
 void quantize_rows(int threads, const Matrix& from, int64_t step, int64_t rows, int64_t columns,
                    const QuantizedRows& to) {
-  constexpr int64_t kRowsOfTask = 32;
+  constexpr int64_t kTaskRows = 32;
   const QuantizeKernels& kernels = AB_SELECT_ISA(kQuantize);
-  parallel_for(threads, (rows + kRowsOfTask - 1) / kRowsOfTask, [&](int64_t task, int) {
-    const int64_t begin = task * kRowsOfTask;
-    kernels.rows(at(from, begin, 0), step, std::min(kRowsOfTask, rows - begin), columns,
+  parallel_for(threads, (rows + kTaskRows - 1) / kTaskRows, [&](int64_t task, int) {
+    const int64_t begin = task * kTaskRows;
+    kernels.rows(at(from, begin, 0), step, std::min(kTaskRows, rows - begin), columns,
                  {at(to.q, begin, 0), to.power_of_two});
   });
 }
@@ -56,7 +56,7 @@ void quantize_weights(int threads, const WeightsToQuantize& op) {
     const int64_t e = task / f_blocks / s.P / d_blocks;
     const int64_t first = e * s.D * s.P * s.F + d * s.d_stride + p * s.p_stride + f * s.f_stride;
     const char* from = static_cast<const char*>(op.w) + first * dtype_size(op.dtype);
-    uint8_t block[kScaleBlock * kScaleBlock];  // in rows of D, or where those stand inside in columns
+    uint8_t block[kScaleBlock * kScaleBlock];  // [d][f]; [f][d] if D is contiguous in w
     op.scales[task] = kernels.weights(op.dtype, from, d_inside ? s.f_stride : s.d_stride,
                                       d_inside ? s.d_stride : s.f_stride, op.power_of_two, block);
     if (op.q != nullptr) {

@@ -5,7 +5,7 @@
 namespace anabranch::AB_ISA {
 namespace {
 
-// A block's columns, `step` elements apart.
+// Loads a block's columns, `step` elements apart.
 template <class T>
 void load_block(const T* from, int64_t step, float* to) {
   if (step == 1) {
@@ -28,7 +28,7 @@ void rows(const Matrix& from, int64_t step, int64_t num_rows, int64_t columns, c
   });
 }
 
-// Reads the block twice, the second time from the caches.
+// Reads the block twice; the second read hits the caches.
 float weights(int32_t dtype, const void* from, int64_t outer_stride, int64_t inner_stride, bool power_of_two,
               uint8_t* q) {
   float scale = 1.0f;

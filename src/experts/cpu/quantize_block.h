@@ -1,4 +1,4 @@
-// One block of a row, quantised. Internal linkage: included by *.isa.cc files.
+// Quantises one block of a row. Functions have internal linkage because *.isa.cc files include this header.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 namespace anabranch {
 namespace {
 
-// The larger of `largest` and the magnitudes of a block's elements.
+// Returns the maximum of `largest` and the magnitudes of a block.
 AB_INLINE uint32_t largest_magnitude(const float* values, uint32_t largest) {
   for (int64_t j = 0; j < kScaleBlock; ++j) {
     const uint32_t magnitude = magnitude_bits(values[j]);
@@ -22,7 +22,7 @@ AB_INLINE void divide_block(const float* values, float scale, Float8E4M3* q) {
   for (int64_t j = 0; j < kScaleBlock; ++j) q[j] = from_float<Float8E4M3>(values[j] / scale);
 }
 
-// `count` values, which are whole blocks, into row i of `to` from column `begin` on.
+// Quantises `count` values, which must be whole blocks, into row i of `to` from column `begin` on.
 AB_INLINE void quantize_values(const float* values, int64_t count, const QuantizedRows& to, int64_t i, int64_t begin) {
   const BlockScales& scales = to.q.scales;
   for (int64_t j = 0; j < count; j += kScaleBlock) {

@@ -2,10 +2,10 @@
 
 namespace anabranch {
 
-Matrix take_quantized_rows(Workspace& workspace, bool wanted, int64_t rows, int64_t columns) {
+Matrix take_quantized_rows(Workspace& workspace, bool needed, int64_t rows, int64_t columns) {
   const int64_t blocks = columns / kScaleBlock;
-  void* q = workspace.take_rows(wanted ? rows : 0, columns, AB_FLOAT8_E4M3);
-  void* scales = workspace.take_rows(wanted ? rows : 0, blocks, AB_FLOAT32);
+  void* q = workspace.take_rows(needed ? rows : 0, columns, AB_FLOAT8_E4M3);
+  void* scales = workspace.take_rows(needed ? rows : 0, blocks, AB_FLOAT32);
   return {q, AB_FLOAT8_E4M3, columns, nullptr, {static_cast<float*>(scales), blocks, 1, 1}};
 }
 

@@ -13,24 +13,24 @@
 namespace anabranch {
 
 template <class Args>
-bool wants_powers_of_two(const Args& args) {
+bool uses_power_of_two_scales(const Args& args) {
   return args.fp8_scales == AB_FP8_SCALES_POWER_OF_TWO;
 }
 
-// Rows of e4m3 with their scales in the workspace; data nullptr where they are not wanted.
-Matrix take_quantized_rows(Workspace& workspace, bool wanted, int64_t rows, int64_t columns);
+// Takes e4m3 rows and their scales from the workspace. data is nullptr if they are not needed.
+Matrix take_quantized_rows(Workspace& workspace, bool needed, int64_t rows, int64_t columns);
 
-// Operand B of a grouped GEMM: matrices as they are stored, or quantised.
+// Operand B of a grouped GEMM: matrices as stored, or quantised.
 class WeightOperand {
  public:
   explicit WeightOperand(const ExpertMatrices& as_they_are = {}) : matrices_(as_they_are) {}
 
-  // Weights [E, D, P, F]; a row is multiplied by [D, P F], or transposed by [P F, D]. The contraction is innermost in
-  // q: [E, P, F, D], or transposed [E, D, P, F]. scales: [E, D/128, P, F/128]. If q is NULL, w is quantised.
+  // Weights [E, D, P, F]. The GEMM multiplies rows by [D, P F], or transposed by [P F, D]. The contraction is innermost
+  // in q: [E, P, F, D], or transposed [E, D, P, F]. scales: [E, D/128, P, F/128]. If q is NULL, w is quantised.
   WeightOperand(Workspace& workspace, const ab_tensor* w, const ab_tensor* q, const ab_tensor* scales,
                 const QuantizedSizes& sizes, bool transposed, bool power_of_two);
 
-  // Quantises what was not given quantised.
+  // Quantises the weights unless they were given quantised.
   void fill(int threads) const;
 
   const ExpertMatrices& matrices() const { return matrices_; }
@@ -56,12 +56,12 @@ class ProductOperands {
                                   : take_quantized_rows(workspace, true, s.R, s.D);
     w_ = WeightOperand(workspace, args.w, args.w_q, args.w_scales,
                        weights_of(s.E, transposed ? s.N : s.D, 1, transposed ? s.D : s.N, false, false), transposed,
-                       wants_powers_of_two(args));
+                       uses_power_of_two_scales(args));
   }
 
   void fill(int threads) const {
     if (is_fp8(args_) && args_.x_scales == nullptr) {
-      quantize_rows(threads, matrix_of(args_.x, 0, s_.D), 1, s_.R, s_.D, {x_, wants_powers_of_two(args_)});
+      quantize_rows(threads, matrix_of(args_.x, 0, s_.D), 1, s_.R, s_.D, {x_, uses_power_of_two_scales(args_)});
     }
     w_.fill(threads);
   }

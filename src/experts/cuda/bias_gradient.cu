@@ -1,8 +1,9 @@
-// One kernel sums up to 512 rows of an expert at a time, a second one adds these sums in the order of the rows, so that
-// the result does not depend on which block computes what.
+// One kernel sums up to 512 rows of an expert at a time. A second kernel adds these partial sums in row order, so the
+// result does not depend on which CTA computes what.
 //
-// The sums of rows begin ... of expert e, up to 512, are number begin / 512 + e: those of one expert follow each other,
-// and where two experts share 512 rows the later one's number is larger by the difference of the experts at least.
+// The partial sum of rows `begin` ... of expert e has index begin / 512 + e. The indices of one expert are consecutive.
+// Where two experts share a block of 512 rows, the later expert's index is larger, by at least the difference of the
+// experts.
 #include "experts/cuda/bias_gradient.h"
 
 #include <algorithm>
@@ -18,29 +19,29 @@
 namespace anabranch::cuda {
 namespace {
 
-constexpr int kRows = kBiasRows;  // of one sum
+constexpr int kRows = kBiasRows;  // per partial sum
 constexpr int kWarps = 8;
-constexpr int kBatch = 8;   // rows of a warp that are on their way together
-constexpr int kBlocks = 3;  // of a multiprocessor
+constexpr int kBatch = 8;   // rows per warp that are loaded together
+constexpr int kBlocks = 3;  // per SM
 
-// Columns of a block: a lane has kVectors vectors of kEach neighbours each.
+// Columns of a CTA. A lane holds kVectors vectors of kEach adjacent columns each.
 template <class T, int kEach>
 struct Columns {
   static constexpr int kVectors = kEach == 1 ? 4 : 1;
   static constexpr int kPerLane = kVectors * kEach;
   static constexpr int kCount = kPerLane * kWarp;
-  static_assert(kCount <= kWarps * kWarp, "a thread adds up one of them");
+  static_assert(kCount <= kWarps * kWarp, "one thread adds up one column");
 
   // The first column of a lane's v-th vector.
   static __device__ int of(int v) { return (v * kWarp + lane_index()) * kEach; }
 };
 
-// The rows of a sum, found before they are read.
+// The source rows of one partial sum, looked up before they are read.
 struct SourceRows {
-  int32_t row[kRows];   // of the matrix, or -1: padding, and past the rows
-  float weight[kRows];  // of those that are there
+  int32_t row[kRows];   // of the matrix; -1: padding, or after the rows
+  float weight[kRows];  // undefined where row is -1
 
-  // By all threads of the block.
+  // Called by all threads of the CTA.
   __device__ void find(const BiasGradient& g, const Tile& tile) {
     const int rows = min(tile.end_row - tile.row, kRows);
     for (int i = static_cast<int>(threadIdx.x); i < kRows; i += kWarps * kWarp) {
@@ -53,14 +54,14 @@ struct SourceRows {
   }
 };
 
-// The warps take rows in turn.
+// Adds rows; the warps take turns row by row.
 template <class T, int kEach>
 __device__ void add_rows(const BiasGradient& g, const Tile& tile, const SourceRows& from,
                          float (&sums)[Columns<T, kEach>::kPerLane]) {
   using Of = Columns<T, kEach>;
   const int rows = min(tile.end_row - tile.row, kRows);
   const T* const m = static_cast<const T*>(g.m.data) + tile.column;
-  static_assert(kRows % (kWarps * kBatch) == 0, "every batch is one of whole rows");
+  static_assert(kRows % (kWarps * kBatch) == 0, "every warp has whole batches of rows");
 #pragma unroll 1
   for (int first = warp_index(); first < rows; first += kWarps * kBatch) {
     Vector<T, kEach> values[kBatch][Of::kVectors];
@@ -112,7 +113,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, kBlocks)
   let_next_kernel_start();
 }
 
-// One warp's block.
+// One warp per CTA.
 __global__ void __launch_bounds__(kWarp)
     add_sums(const BiasGradient g, const GroupTiles tiles, const float* const partial_sums) {
   wait_for_previous_kernel();

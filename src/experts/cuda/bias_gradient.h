@@ -1,4 +1,4 @@
-// Gradients of biases on CUDA: sums over the rows of each expert.
+// Bias gradients on CUDA: sums over the rows of each expert.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,12 +12,12 @@
 
 namespace anabranch::cuda {
 
-// d_bias[e] = the sum of weights[r] m[r] over the rows r of expert e, in float32; zero without rows.
+// d_bias[e] = sum of weights[r] m[r] over the rows r of expert e, accumulated in float32; zero without rows.
 struct BiasGradient {
   RowMap map;
-  bool gathers = false;                  // m's rows stand where the map says, without padding
+  bool gathers = false;                  // the map selects the rows of m, which then have no padding
   Floats m;                              // [R, N], or gathered rows of N
-  Floats weights{};                      // of slots, or none: 1
+  Floats weights{};                      // per assignment, or none (1)
   const int32_t* group_sizes = nullptr;  // [E], on the device
   Floats d_bias;                         // [E, N]
   int64_t R = 0;
@@ -25,7 +25,7 @@ struct BiasGradient {
   int64_t N = 0;
 };
 
-// Bytes of the workspace: N floats for every 512 rows and for every expert.
+// Workspace size in bytes: N floats per 512 rows, plus N floats per expert.
 size_t workspace_of(const BiasGradient& gradient);
 
 ab_status compute_bias_gradient(const BiasGradient& gradient, void* workspace, int multiprocessors,

@@ -9,10 +9,10 @@
 namespace anabranch::cuda {
 namespace {
 
-constexpr int kWarps = 4;   // of a block
-constexpr int kBlocks = 8;  // of a multiprocessor
+constexpr int kWarps = 4;   // per CTA
+constexpr int kBlocks = 8;  // per SM
 
-// A warp looks at 32 rows at a time, of `width` words each.
+// Each warp checks 32 rows at a time. width: words per row.
 template <class Bytes>
 __global__ void __launch_bounds__(kWarps* kWarp)
     clear_padding_rows(const RowMap map, Bytes* const m, const int64_t R, const int64_t width) {

@@ -1,4 +1,4 @@
-// Zeros for the padding rows of a feed-forward network on CUDA.
+// Clears the padding rows of a feed-forward network on CUDA.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,7 +11,7 @@
 
 namespace anabranch::cuda {
 
-// The rows of m [R, columns] whose slot is none become zero.
+// Sets the rows of m [R, columns] without an assignment to zero.
 ab_status clear_padding(const RowMap& map, const Floats& m, int64_t R, int64_t columns, int multiprocessors,
                         cudaStream_t stream);
 

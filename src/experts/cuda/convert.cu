@@ -8,7 +8,7 @@ namespace anabranch::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kBlocks = 8;  // per multiprocessor
+constexpr int kBlocks = 8;  // per SM
 
 __global__ void __launch_bounds__(kThreads) convert_elements(const Floats from, const Floats to, const int64_t count) {
   wait_for_previous_kernel();

@@ -1,4 +1,4 @@
-// Conversion of an array of floats to another dtype: kernels of GEMMs take operands of one dtype.
+// Dtype conversion, for GEMM kernels whose operands must have one dtype.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,4 +1,4 @@
-// ab_cuda_experts_path: which kernels the experts of a layer run on.
+// ab_cuda_experts_path: reports which kernels run the experts of a layer.
 #include <algorithm>
 #include <initializer_list>
 #include <utility>
@@ -10,12 +10,12 @@
 namespace anabranch::cuda {
 namespace {
 
-// The kernels that a layer's GEMMs run on.
-struct Taken {
+// The kernels that run a layer's GEMMs.
+struct UsedPaths {
   bool few_rows = false;
   bool hopper = false;
   bool portable = false;
-  const char* why_not_hopper = nullptr;  // where portable kernels run
+  const char* why_not_hopper = nullptr;  // set if the sm80 kernels run
 
   const char* names() const {
     static constexpr const char* kNames[2][2][2] = {
@@ -25,8 +25,8 @@ struct Taken {
   }
 };
 
-// The GEMMs of a layer's experts. All operands have one dtype and begin at aligned addresses. Paths depend on addresses
-// and sizes; no operand is read.
+// The GEMMs of a layer's experts, with operands of one dtype at aligned addresses. Path choice depends only on
+// addresses and sizes; no operand is read.
 struct Products {
   FfnSizes s;
   Floats any;
@@ -83,48 +83,48 @@ struct Products {
     return gradient;
   }
 
-  ab_status find(bool backward, const Device& device, Taken* taken) const {
-    AB_RETURN_IF_ERROR(add(up(), device, taken));
-    AB_RETURN_IF_ERROR(add(rows(s.F, s.D, s.layout.out_transposed), device, taken));
+  ab_status find(bool backward, const Device& device, UsedPaths* used) const {
+    AB_RETURN_IF_ERROR(add(up(), device, used));
+    AB_RETURN_IF_ERROR(add(rows(s.F, s.D, s.layout.out_transposed), device, used));
     if (!backward) return ok();
-    AB_RETURN_IF_ERROR(add(hidden(), device, taken));
-    AB_RETURN_IF_ERROR(add(weights(s.F, s.D), device, taken));
-    AB_RETURN_IF_ERROR(add(weights(s.D, s.P * s.F), device, taken));
-    return add(rows(s.P * s.F, s.D, !s.layout.in_transposed), device, taken);
+    AB_RETURN_IF_ERROR(add(hidden(), device, used));
+    AB_RETURN_IF_ERROR(add(weights(s.F, s.D), device, used));
+    AB_RETURN_IF_ERROR(add(weights(s.D, s.P * s.F), device, used));
+    return add(rows(s.P * s.F, s.D, !s.layout.in_transposed), device, used);
   }
 
   template <class Operation>
-  static ab_status add(const Operation& operation, const Device& device, Taken* taken) {
-    if constexpr (requires { few_rows::takes(operation); }) {
-      if (few_rows::takes(operation)) {
-        taken->few_rows = true;
+  static ab_status add(const Operation& operation, const Device& device, UsedPaths* used) {
+    if constexpr (requires { few_rows::supports(operation); }) {
+      if (few_rows::supports(operation)) {
+        used->few_rows = true;
         return ok();
       }
     }
     const PathChoice choice = choose_path(operation, device);
     if (choice.path == Path::hopper) {
-      taken->hopper = true;
+      used->hopper = true;
       return ok();
     }
-    taken->portable = true;
-    taken->why_not_hopper = choice.why_not_hopper;
+    used->portable = true;
+    used->why_not_hopper = choice.why_not_hopper;
     return portable::check(operation);
   }
 };
 
 ab_status check_sizes(int32_t dtype, const FfnSizes& s) {
-  constexpr int64_t kMostSize = (int64_t{1} << 31) - 1;  // of one: products of two are far from overflow
+  constexpr int64_t kMaxSize = (int64_t{1} << 31) - 1;  // per size: products of two sizes cannot overflow
   if (dtype != AB_FLOAT32 && dtype != AB_BFLOAT16 && dtype != AB_FLOAT16) {
     return AB_INVALID("dtype: got ab_dtype %d, expected float16, bfloat16 or float32", dtype);
   }
   const std::initializer_list<std::pair<const char*, int64_t>> sizes = {
       {"T", s.T}, {"K", s.K}, {"E", s.E}, {"D", s.D}, {"F", s.F}};
   for (const auto& [name, size] : sizes) {
-    if (size >= 0 && size <= kMostSize) continue;
+    if (size >= 0 && size <= kMaxSize) continue;
     return AB_INVALID("%s: got %lld, expected 0 to 2^31 - 1", name, static_cast<long long>(size));
   }
   if (s.P != 1 && s.P != 2) return AB_INVALID("P: got %lld, expected 1 or 2", static_cast<long long>(s.P));
-  if (s.slots() <= kMostSize) return ok();
+  if (s.slots() <= kMaxSize) return ok();
   return AB_INVALID("T: got %lld with K = %lld, expected T K < 2^31", static_cast<long long>(s.T),
                     static_cast<long long>(s.K));
 }
@@ -137,7 +137,7 @@ using namespace anabranch;
 extern "C" ab_status ab_cuda_experts_path(int32_t dtype, int64_t T, int64_t K, int64_t E, int64_t D, int64_t P,
                                           int64_t F, int32_t w_in_transposed, int32_t w_out_transposed,
                                           int32_t backward, const char** path, const char** why_not) {
-  if (path == nullptr) return AB_INVALID("path: got NULL, expected room for a name");
+  if (path == nullptr) return AB_INVALID("path: got NULL, expected a pointer for the name");
   FfnSizes s;
   s.T = T;
   s.K = K;
@@ -156,9 +156,9 @@ extern "C" ab_status ab_cuda_experts_path(int32_t dtype, int64_t T, int64_t K, i
   s.R = s.slots();
   cuda::Device device;
   AB_RETURN_IF_ERROR(cuda::find_device_of_experts("experts_path", &device));
-  cuda::Taken taken;
-  AB_RETURN_IF_ERROR(cuda::Products(s, dtype).find(backward != 0, device, &taken));
-  *path = taken.names();
-  if (why_not != nullptr) *why_not = taken.why_not_hopper;
+  cuda::UsedPaths used;
+  AB_RETURN_IF_ERROR(cuda::Products(s, dtype).find(backward != 0, device, &used));
+  *path = used.names();
+  if (why_not != nullptr) *why_not = used.why_not_hopper;
   return ok();
 }

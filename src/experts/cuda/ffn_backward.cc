@@ -1,4 +1,4 @@
-// ab_cuda_expert_ffn_backward: the hidden rows' gradients, then all that follows from them.
+// ab_cuda_expert_ffn_backward: gradients of the intermediate rows first, then all gradients that depend on them.
 #include <algorithm>
 #include <utility>
 
@@ -26,14 +26,14 @@ struct Backward {
   Workspace workspace;
   Floats weighted_a;  // [R, F]
   Floats dh;          // [R, P, F]
-  Floats d_out;       // [T, D] or [R, D] of the dtype of x; converted in the workspace where it came in another
+  Floats d_out;       // [T, D] or [R, D] in the dtype of x; converted in the workspace if it has another dtype
   bool fp8;
-  // of float8_e4m3fn
+  // FP8 (e4m3) operands:
   Fp8Output d_y8;
-  Fp8Output dh8;  // none where nothing needs it
+  Fp8Output dh8;  // null if nothing needs it
   Fp8WeightOperand w_out;
   Fp8WeightOperand w_in;
-  void* scratch;  // of one step at a time
+  void* scratch;  // shared by consecutive steps
 
   Backward(const ab_expert_ffn_backward_args& arguments, const FfnSizes& sizes, const ab_exec* memory)
       : args(arguments),
@@ -41,7 +41,7 @@ struct Backward {
         map(args.slot_of_row, s.T, s.K, s.R),
         workspace(memory),
         weighted_a(args.weighted_a != nullptr ? Floats(args.weighted_a) : row_buffer(args.d_w_out != nullptr, s.F)),
-        dh(args.dh != nullptr ? Floats(args.dh) : row_buffer(wants_dh(), s.P * s.F)),
+        dh(args.dh != nullptr ? Floats(args.dh) : row_buffer(needs_dh(), s.P * s.F)),
         d_out(converts() ? Floats(workspace.take_rows(args.d_out->shape[0], s.D, args.x->dtype), args.x->dtype)
                          : Floats(args.d_out)),
         fp8(is_fp8(args)) {
@@ -50,7 +50,7 @@ struct Backward {
   }
 
   void take_fp8() {
-    const bool power_of_two = wants_powers_of_two(args);
+    const bool power_of_two = uses_power_of_two_scales(args);
     dh8 = args.dh_q != nullptr ? given_fp8_rows(args.dh_q, args.dh_scales, power_of_two)
                                : take_fp8_rows(workspace, args.dx_rows != nullptr, s.R, s.P * s.F, power_of_two);
     if (args.h != nullptr) {
@@ -75,8 +75,8 @@ struct Backward {
 
   Fp8HiddenGradient hidden_fp8() const { return {hidden(), rows_of(d_y8), w_out.weights(), dh8}; }
 
-  // Where dh came from an earlier call without its quantised form, it is quantised as it stands, one part after the
-  // other: rows of gate and up are blocks of their own.
+  // If dh comes from an earlier call without its quantised form, quantise it per part: gate and up have separate
+  // blocks.
   ab_status compute_inputs_fp8(const Device& device, cudaStream_t stream) const {
     if (args.h == nullptr && args.dh_q == nullptr) {
       AB_RETURN_IF_ERROR(s.layout.interleaved ? quantize_pairs(dh, s.R, s.F, dh8, stream)
@@ -87,10 +87,10 @@ struct Backward {
   }
 
   bool converts() const { return args.d_out != nullptr && args.d_out->dtype != args.x->dtype; }
-  bool wants_dh() const { return args.dx_rows != nullptr || args.d_w_in != nullptr || args.d_b_in != nullptr; }
+  bool needs_dh() const { return args.dx_rows != nullptr || args.d_w_in != nullptr || args.d_b_in != nullptr; }
 
-  Floats row_buffer(bool wanted, int64_t columns) {
-    return {workspace.take_rows(wanted ? s.R : 0, columns, args.x->dtype), args.x->dtype};
+  Floats row_buffer(bool needed, int64_t columns) {
+    return {workspace.take_rows(needed ? s.R : 0, columns, args.x->dtype), args.x->dtype};
   }
 
   size_t scratch_bytes() const {

@@ -1,4 +1,4 @@
-// ab_cuda_expert_ffn_forward: up, then down; or up alone.
+// ab_cuda_expert_ffn_forward: the up GEMM, then the down GEMM if y is requested.
 #include "anabranch/cuda.h"
 #include "core/cuda/launch.h"
 #include "core/entry.h"
@@ -19,7 +19,7 @@ struct Forward {
   Workspace workspace;
   bool fp8;
   Floats a;  // [R, F]
-  // of float8_e4m3fn
+  // FP8 (e4m3) operands:
   Fp8Output x8;
   Fp8Output a8;
   Fp8WeightOperand w_in;
@@ -36,7 +36,7 @@ struct Forward {
   }
 
   void take_fp8() {
-    const bool power_of_two = wants_powers_of_two(args);
+    const bool power_of_two = uses_power_of_two_scales(args);
     x8 = args.x_q != nullptr ? given_fp8_rows(args.x_q, args.x_scales, power_of_two)
                              : take_fp8_rows(workspace, true, x_rows(), s.D, power_of_two);
     a8 = args.a_scales != nullptr ? given_fp8_rows(args.a, args.a_scales, power_of_two)
@@ -96,11 +96,11 @@ struct Forward {
   }
 };
 
-// What the kernels of float8_e4m3fn can't give.
+// Refuses results that the FP8 kernels cannot produce.
 ab_status check_fp8(const ab_expert_ffn_forward_args& args) {
   if (!is_fp8(args) || args.a == nullptr || args.a_scales != nullptr) return ok();
   return error(AB_UNSUPPORTED,
-               "a: got 16 or 32 bits, expected float8_e4m3 and a_scales, or none, with AB_PRECISION_FP8");
+               "a: got a tensor without a_scales, expected float8_e4m3 and a_scales, or NULL, with AB_PRECISION_FP8");
 }
 
 }  // namespace

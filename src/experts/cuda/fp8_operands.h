@@ -1,4 +1,4 @@
-// Operands of grouped GEMMs of float8_e4m3fn: given quantised, or quantised into the workspace.
+// Operands of FP8 (e4m3) grouped GEMMs: given quantised, or quantised into the workspace.
 #pragma once
 
 #include "core/workspace.h"
@@ -8,12 +8,12 @@
 namespace anabranch::cuda {
 
 template <class Args>
-bool wants_powers_of_two(const Args& args) {
+bool uses_power_of_two_scales(const Args& args) {
   return args.fp8_scales == AB_FP8_SCALES_POWER_OF_TWO;
 }
 
-inline Fp8Output take_fp8_rows(Workspace& workspace, bool wanted, int64_t rows, int64_t columns, bool power_of_two) {
-  const int64_t count = wanted ? rows : 0;
+inline Fp8Output take_fp8_rows(Workspace& workspace, bool needed, int64_t rows, int64_t columns, bool power_of_two) {
+  const int64_t count = needed ? rows : 0;
   void* values = workspace.take_rows(count, columns, AB_FLOAT8_E4M3);
   void* scales = workspace.take_rows(count, columns / kScaleBlock, AB_FLOAT32);
   return {values, static_cast<float*>(scales), power_of_two};
@@ -25,7 +25,7 @@ inline Fp8Output given_fp8_rows(const ab_tensor* q, const ab_tensor* scales, boo
 
 inline Fp8Rows rows_of(const Fp8Output& out) { return {out.values, out.scales}; }
 
-// Operand B: weights [E, D, P, F]. The contraction runs over D, or transposed over P and F.
+// Operand B: weights [E, D, P, F]. The contraction runs over D, or over P and F if transposed.
 class Fp8WeightOperand {
  public:
   Fp8WeightOperand() = default;
@@ -34,12 +34,12 @@ class Fp8WeightOperand {
       : w_(w), sizes_(sizes), transposed_(transposed), power_of_two_(power_of_two), pending_(q == nullptr) {
     const int64_t D = sizes.D / kScaleBlock;
     const int64_t F = sizes.F / kScaleBlock;
-    weights_.of_expert = D * sizes.P * F;
-    weights_.count = sizes.E * weights_.of_expert;
-    // [E, D, P, F] blocks; transposed, those of P and F follow each other as what is summed over does.
-    weights_.of_k = transposed ? 1 : sizes.P * F;
-    weights_.of_columns = transposed ? sizes.P * F : 1;
-    weights_.of_part = F;
+    weights_.expert_stride = D * sizes.P * F;
+    weights_.count = sizes.E * weights_.expert_stride;
+    // Scales are [E, D, P, F] in blocks. If transposed, the contracted blocks of P and F are contiguous.
+    weights_.k_stride = transposed ? 1 : sizes.P * F;
+    weights_.column_stride = transposed ? sizes.P * F : 1;
+    weights_.part_stride = F;
     if (pending_) {
       weights_.values = workspace.take_rows(sizes.E * sizes.D, sizes.P * sizes.F, AB_FLOAT8_E4M3);
       weights_.scales = workspace.take<float>(weights_.count);
@@ -58,10 +58,10 @@ class Fp8WeightOperand {
 
   const Fp8Weights& weights() const { return weights_; }
 
-  // Its columns from `first` on, a multiple of 128, of `k` elements each.
+  // The columns from `first` on, a multiple of 128. Each column has k elements.
   Fp8Weights weights_from(int64_t first, int64_t k) const {
     Fp8Weights window = weights_;
-    const int64_t scales = first / kScaleBlock * window.of_columns;
+    const int64_t scales = first / kScaleBlock * window.column_stride;
     window.values = static_cast<const char*>(window.values) + first * k;
     window.scales += scales;
     window.count -= scales;

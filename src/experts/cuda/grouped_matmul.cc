@@ -30,8 +30,9 @@ RowsProduct rows_product(const ab_grouped_matmul_args& args, const GroupedSizes&
   return product;
 }
 
-// GEMMs take x and d_y of one dtype and give d_w in that dtype or float32. What came in two dtypes is converted to
-// float32, which holds either exactly; a d_w of a third dtype is computed in float32 and rounded afterwards.
+// Weight-gradient GEMMs take x and d_y of one dtype and return d_w in that dtype or in float32. If x and d_y differ in
+// dtype, they are converted to float32, which is exact. If d_w has a third dtype, it is computed in float32 and rounded
+// afterwards.
 struct GroupedMatmulDw {
   const ab_grouped_matmul_dw_args& args;
   GroupedSizes s;
@@ -103,7 +104,7 @@ ab_status ab_cuda_grouped_matmul(const ab_grouped_matmul_args* args, const ab_ex
   cuda::Device device;
   AB_RETURN_IF_ERROR(cuda::find_device_of_experts("grouped_matmul", &device));
   const cudaStream_t stream = cuda::stream_of(exec);
-  if (!fp8.wanted) return cuda::compute_rows_product(cuda::rows_product(*args, s), device, stream);
+  if (!fp8.enabled) return cuda::compute_rows_product(cuda::rows_product(*args, s), device, stream);
   AB_RETURN_IF_ERROR(fp8.fill(stream));
   return cuda::compute_rows_product(fp8.of(cuda::rows_product(*args, s)), device, stream);
 }

@@ -1,4 +1,4 @@
-// ab_cuda_grouped_matmul_combine: for every chunk of columns the product of the rows, then their sums by token.
+// ab_cuda_grouped_matmul_combine: per chunk of columns, the GEMM over rows, then the sums per token.
 #include "experts/cuda/grouped_matmul_combine.h"
 
 #include <algorithm>
@@ -17,7 +17,7 @@
 namespace anabranch::cuda {
 namespace {
 
-// Elements of `data` from `first` on.
+// Address of element `first` of `data`.
 void* from(const void* data, int64_t first, int32_t dtype) {
   if (data == nullptr) return nullptr;
   return const_cast<char*>(static_cast<const char*>(data)) + first * dtype_size(dtype);
@@ -29,7 +29,7 @@ Rows window(const ab_tensor* tensor, int64_t first) {
   return rows;
 }
 
-// Columns first ... first + columns - 1 of the product, in the buffer.
+// The GEMM of columns first ... first + columns - 1, into the buffer.
 RowsProduct rows_of(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s, int64_t first, int64_t columns,
                     void* buffer) {
   const bool transposed = args.transpose_w != 0;
@@ -54,7 +54,7 @@ RowsProduct rows_of(const ab_grouped_matmul_combine_args& args, const CombinedSi
   return rows;
 }
 
-// Their sums.
+// The sums per token of those columns.
 GatherSum sum_of(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s, int64_t first, int64_t columns,
                  void* buffer) {
   const ab_tensor rows{buffer, s.rows_dtype, 2, {s.R, columns}, nullptr};
@@ -80,9 +80,8 @@ size_t buffer_bytes(const ab_grouped_matmul_combine_args& args, const CombinedSi
 
 }  // namespace
 
-// A chunk's product writes what the sums of the chunk before read, and may start before they have ended. It is safe:
-// each of these kernels waits for all of the one before it, as its first access to memory, so that none begins to read
-// or write before every earlier one has ended.
+// The GEMM of a chunk overwrites rows that the sums of the previous chunk read, and it may launch before these have
+// finished. This is safe: each kernel waits for the completion of the previous one before its first memory access.
 ab_status multiply_and_combine(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s, int64_t columns,
                                void* buffer, const Device& device, cudaStream_t stream,
                                const Fp8Product<ab_grouped_matmul_combine_args>* fp8) {
@@ -122,9 +121,9 @@ ab_status ab_cuda_grouped_matmul_combine(const ab_grouped_matmul_combine_args* a
   cuda::Device device;
   AB_RETURN_IF_ERROR(cuda::find_device_of_experts("grouped_matmul_combine", &device));
   const cudaStream_t stream = cuda::stream_of(exec);
-  if (fp8.wanted) AB_RETURN_IF_ERROR(fp8.fill(stream));
+  if (fp8.enabled) AB_RETURN_IF_ERROR(fp8.fill(stream));
   return cuda::multiply_and_combine(*args, s, cuda::chunk_of(*args, s), buffer, device, stream,
-                                    fp8.wanted ? &fp8 : nullptr);
+                                    fp8.enabled ? &fp8 : nullptr);
 }
 
 }  // extern "C"

@@ -1,4 +1,4 @@
-// A grouped product and the sum of its rows by token on CUDA, chunk after chunk of columns.
+// A grouped GEMM whose rows are summed per token on CUDA, one chunk of columns at a time.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,8 +13,8 @@
 
 namespace anabranch::cuda {
 
-// Enqueues what checked arguments ask for, so many columns at a time: multiples of 64, or all. buffer: [R, columns] of
-// the dtype of the rows, at a multiple of 16 bytes. fp8: the quantised operands, or nullptr.
+// Enqueues the operation; the arguments must have been checked. columns: chunk size, a multiple of 64 or all columns.
+// buffer: [R, columns] in the dtype of the rows, 16-byte aligned. fp8: quantised operands, or nullptr.
 ab_status multiply_and_combine(const ab_grouped_matmul_combine_args& args, const CombinedSizes& sizes, int64_t columns,
                                void* buffer, const Device& device, cudaStream_t stream,
                                const Fp8Product<ab_grouped_matmul_combine_args>* fp8 = nullptr);

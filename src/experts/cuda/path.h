@@ -1,5 +1,5 @@
-// Chooses the path of an operation of the experts: Hopper's where its kernels take the operands, else the portable one,
-// which takes all operands but for sizes that portable::check refuses.
+// Chooses the kernels for an operation: Hopper's if they support the operands, else the sm80 path (mma.sync), which
+// supports all operands except sizes that portable::check() refuses.
 #pragma once
 
 #include "core/cuda/path.h"

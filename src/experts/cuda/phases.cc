@@ -15,7 +15,8 @@ ab_status check_fp8(const Operation& operation, const Device& device) {
   const char* why_not = first ? hopper::why_not(operation) : choice.why_not_hopper;
   if (first && why_not == nullptr) return ok();
   return error(AB_UNSUPPORTED,
-               "precision: got AB_PRECISION_FP8, expected another one, since Hopper's kernels can't: %s", why_not);
+               "precision: got AB_PRECISION_FP8, expected another precision since Hopper's FP8 kernels cannot run: %s",
+               why_not);
 }
 
 }  // namespace
@@ -23,7 +24,7 @@ ab_status check_fp8(const Operation& operation, const Device& device) {
 ab_status compute_up(const Up& up, const Device& device, cudaStream_t stream) {
   if (up.s.R * up.s.F == 0) return ok();
   const int multiprocessors = device.multiprocessors;
-  if (few_rows::takes(up)) return few_rows::launch_gemm(up, multiprocessors, stream);
+  if (few_rows::supports(up)) return few_rows::launch_gemm(up, multiprocessors, stream);
   if (choose_path(up, device).path == Path::portable) return portable::launch_gemm(up, multiprocessors, stream);
   return hopper::launch_gemm(up, hopper::choose_tile(up, multiprocessors), multiprocessors, stream);
 }
@@ -31,17 +32,18 @@ ab_status compute_up(const Up& up, const Device& device, cudaStream_t stream) {
 ab_status compute_rows_product(const RowsProduct& p, const Device& device, cudaStream_t stream) {
   if (p.R * p.N == 0) return ok();
   const int multiprocessors = device.multiprocessors;
-  if (few_rows::takes(p)) return few_rows::launch_gemm(p, multiprocessors, stream);
+  if (few_rows::supports(p)) return few_rows::launch_gemm(p, multiprocessors, stream);
   if (choose_path(p, device).path == Path::portable) return portable::launch_gemm(p, multiprocessors, stream);
   AB_RETURN_IF_ERROR(hopper::launch_gemm(p, hopper::choose_tile(p, multiprocessors), multiprocessors, stream));
-  // Without weights Hopper's epilogue multiplies the zeros of padding by weights that may be NaN, and adds the bias.
+  // Without row weights, Hopper's epilogue adds the bias to padding rows and multiplies their zeros by expert weights
+  // that may be NaN.
   if (p.scales() || p.weighs_bias() || p.skips_rest) return ok();
   return clear_padding(p.map, {p.y, p.dtype}, p.R, p.N, multiprocessors, stream);
 }
 
 ab_status compute_hidden_gradient(const HiddenGradient& g, const Device& device, cudaStream_t stream) {
-  const bool wanted = g.dh.data != nullptr || g.weighted_a.data != nullptr || g.dots != nullptr;
-  if (!wanted || g.s.R * g.s.F == 0) return ok();
+  const bool any_requested = g.dh.data != nullptr || g.weighted_a.data != nullptr || g.dots != nullptr;
+  if (!any_requested || g.s.R * g.s.F == 0) return ok();
   const int multiprocessors = device.multiprocessors;
   if (choose_path(g, device).path == Path::portable) return portable::launch_gemm(g, multiprocessors, stream);
   return hopper::launch_gemm(g, hopper::choose_tile(g, multiprocessors), multiprocessors, stream);

@@ -1,4 +1,4 @@
-// Launches the phases of the experts, each on the first path whose kernels take its operands.
+// Launches the phases of the experts. Each runs on the first path whose kernels support its operands.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -26,7 +26,7 @@ int64_t dot_parts(const HiddenGradient& gradient, const Device& device);
 ab_status compute_weight_gradient(const WeightGradient& gradient, void* workspace, const Device& device,
                                   cudaStream_t stream);
 
-// The phases of float8_e4m3fn. They return AB_UNSUPPORTED where Hopper's kernels can't run.
+// FP8 (e4m3) phases. They return AB_UNSUPPORTED if Hopper's kernels cannot run.
 ab_status compute_up(const Fp8Up& up, const Device& device, cudaStream_t stream);
 ab_status compute_rows_product(const Fp8RowsProduct& product, const Device& device, cudaStream_t stream);
 ab_status compute_hidden_gradient(const Fp8HiddenGradient& gradient, const Device& device, cudaStream_t stream);

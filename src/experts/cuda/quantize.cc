@@ -23,9 +23,10 @@ ab_status ab_cuda_quantize_rows(const ab_quantize_rows_args* args, const ab_exec
   if (s.R * s.D == 0) return ok();
   cuda::Device device;
   AB_RETURN_IF_ERROR(cuda::find_device("quantize_rows", &device));
-  return cuda::quantize_rows(Floats(args->x), s.R, s.D,
-                             {args->q->data, static_cast<float*>(args->scales->data), cuda::wants_powers_of_two(*args)},
-                             cuda::stream_of(exec));
+  return cuda::quantize_rows(
+      Floats(args->x), s.R, s.D,
+      {args->q->data, static_cast<float*>(args->scales->data), cuda::uses_power_of_two_scales(*args)},
+      cuda::stream_of(exec));
 }
 
 ab_status ab_cuda_quantize_weights_workspace(const ab_quantize_weights_args* args, const ab_exec* exec, size_t* bytes) {
@@ -43,7 +44,7 @@ ab_status ab_cuda_quantize_weights(const ab_quantize_weights_args* args, const a
   cuda::Device device;
   AB_RETURN_IF_ERROR(cuda::find_device("quantize_weights", &device));
   return cuda::quantize_weights(Floats(args->w), s, data<void>(args->q), data<void>(args->q_transposed),
-                                static_cast<float*>(args->scales->data), cuda::wants_powers_of_two(*args),
+                                static_cast<float*>(args->scales->data), cuda::uses_power_of_two_scales(*args),
                                 cuda::stream_of(exec));
 }
 

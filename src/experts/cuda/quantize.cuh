@@ -1,4 +1,4 @@
-// What the kernels that quantise have in common: a thread's 8 neighbours, and their quotients to the bit as a CPU's.
+// Shared device code of the quantisers: 8 adjacent elements per thread, and quotients that equal the CPU's bit for bit.
 #pragma once
 
 #include "core/cuda/vector.cuh"
@@ -6,41 +6,43 @@
 
 namespace anabranch::cuda {
 
-constexpr int kNeighbours = 8;  // that a thread has
+constexpr int kNeighbours = 8;  // elements per thread
 constexpr int kNeighbourLanes = static_cast<int>(kScaleBlock) / kNeighbours;
 constexpr int kQuantizeThreads = 256;
 
-// 8 elements as they are in memory.
+// 8 elements in their dtype in memory.
 template <class T>
 class Neighbours {
-  static constexpr int kOfAccess = kAccessBytes / static_cast<int>(sizeof(T));
+  static constexpr int kAccessElements = kAccessBytes / static_cast<int>(sizeof(T));
 
  public:
-  // Next to next, and aligned.
+  // Loads contiguous, aligned elements.
   __device__ __forceinline__ void load(const T* from) {
 #pragma unroll
-    for (int i = 0; i < kVectors; ++i) vectors_[i].load_if(true, from + i * kOfAccess);
+    for (int i = 0; i < kVectors; ++i) vectors_[i].load_if(true, from + i * kAccessElements);
   }
   __device__ __forceinline__ void load(const T* from, int64_t stride) {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      float values[kOfAccess];
+      float values[kAccessElements];
 #pragma unroll
-      for (int j = 0; j < kOfAccess; ++j) values[j] = to_float(from[(i * kOfAccess + j) * stride]);
-      vectors_[i] = Vector<T, kOfAccess>::from(values);
+      for (int j = 0; j < kAccessElements; ++j) values[j] = to_float(from[(i * kAccessElements + j) * stride]);
+      vectors_[i] = Vector<T, kAccessElements>::from(values);
     }
   }
-  // Every other one of 16 aligned ones, from the first or the second on.
+  // Loads every other one of 16 contiguous, aligned elements, starting at the first or the second.
   __device__ __forceinline__ void load_of_pairs(const T* from, bool second) {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      Vector<T, kOfAccess> pairs[2];
-      pairs[0].load_if(true, from + 2 * i * kOfAccess);
-      pairs[1].load_if(true, from + (2 * i + 1) * kOfAccess);
+      Vector<T, kAccessElements> pairs[2];
+      pairs[0].load_if(true, from + 2 * i * kAccessElements);
+      pairs[1].load_if(true, from + (2 * i + 1) * kAccessElements);
       vectors_[i] = chosen(pairs, second);
     }
   }
-  __device__ __forceinline__ float operator[](int i) const { return vectors_[i / kOfAccess][i % kOfAccess]; }
+  __device__ __forceinline__ float operator[](int i) const {
+    return vectors_[i / kAccessElements][i % kAccessElements];
+  }
 
   __device__ __forceinline__ uint32_t largest() const {
     uint32_t largest = 0;
@@ -50,47 +52,49 @@ class Neighbours {
   }
 
  private:
-  static constexpr int kVectors = kNeighbours / kOfAccess;
+  static constexpr int kVectors = kNeighbours / kAccessElements;
 
-  static __device__ __forceinline__ Vector<T, kOfAccess> chosen(const Vector<T, kOfAccess> (&pairs)[2], bool second) {
+  static __device__ __forceinline__ Vector<T, kAccessElements> chosen(const Vector<T, kAccessElements> (&pairs)[2],
+                                                                      bool second) {
     if constexpr (sizeof(T) == 2) {
-      uint32_t words[kOfAccess / 2];
+      uint32_t words[kAccessElements / 2];
 #pragma unroll
-      for (int i = 0; i < kOfAccess / 2; ++i) {
-        const Vector<T, kOfAccess>& from = pairs[4 * i / kOfAccess];
-        const int first = 2 * i % (kOfAccess / 2);
+      for (int i = 0; i < kAccessElements / 2; ++i) {
+        const Vector<T, kAccessElements>& from = pairs[4 * i / kAccessElements];
+        const int first = 2 * i % (kAccessElements / 2);
         words[i] = __byte_perm(from.word(first), from.word(first + 1), second ? 0x7632 : 0x5410);
       }
-      return Vector<T, kOfAccess>::of_words(words);
+      return Vector<T, kAccessElements>::of_words(words);
     } else {
-      float values[kOfAccess];
+      float values[kAccessElements];
 #pragma unroll
-      for (int i = 0; i < kOfAccess; ++i) {
-        const Vector<T, kOfAccess>& from = pairs[2 * i / kOfAccess];
-        const int first = 2 * i % kOfAccess;
+      for (int i = 0; i < kAccessElements; ++i) {
+        const Vector<T, kAccessElements>& from = pairs[2 * i / kAccessElements];
+        const int first = 2 * i % kAccessElements;
         values[i] = second ? from[first + 1] : from[first];
       }
-      return Vector<T, kOfAccess>::from(values);
+      return Vector<T, kAccessElements>::from(values);
     }
   }
 
-  Vector<T, kOfAccess> vectors_[kVectors];
+  Vector<T, kAccessElements> vectors_[kVectors];
 };
 
-// v / scale, rounded as a division rounds, for many v: the reciprocal's product, corrected twice by what it leaves.
+// Computes v / scale, correctly rounded, for many v: multiplies by the reciprocal, then corrects twice by the
+// remainder.
 class Fp8Divider {
  public:
   __device__ __forceinline__ explicit Fp8Divider(float scale)
-      : scale_(scale), inverse_(1.0f / scale), divides_(scale < kLeast) {}
+      : scale_(scale), inverse_(1.0f / scale), divides_(scale < kMinScale) {}
 
   __device__ __forceinline__ float scale() const { return scale_; }
 
   __device__ __forceinline__ float quotient(float v) const {
     if (divides_) return v / scale_;
-    float found = v * inverse_;
+    float q = v * inverse_;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) found = fmaf(fmaf(-found, scale_, v), inverse_, found);
-    return copysignf(found, v);  // of zeros the corrections lose it
+    for (int i = 0; i < 2; ++i) q = fmaf(fmaf(-q, scale_, v), inverse_, q);
+    return copysignf(q, v);  // the corrections lose the sign of zeros
   }
 
   template <class T>
@@ -105,8 +109,8 @@ class Fp8Divider {
   }
 
  private:
-  // Below it what the product leaves of a quotient that does not become 0 may have bits below the least float.
-  static constexpr float kLeast = 0x1p-90f;
+  // For smaller scales, the remainder of a quotient that does not round to 0 may need bits below the smallest float.
+  static constexpr float kMinScale = 0x1p-90f;
 
   float scale_;
   float inverse_;

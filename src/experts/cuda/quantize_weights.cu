@@ -1,5 +1,5 @@
-// Weights are quantised by blocks of 128 x 128, each by a block of threads that reads it once and writes it in both
-// orientations: as it was read, and transposed 8 x 8 bytes at a time in registers, then whole in shared memory.
+// Quantises weights in blocks of 128 x 128. One CTA per block reads it once and writes it in both orientations: as
+// read, and transposed by 8 x 8 bytes in registers, then as a whole in shared memory.
 #include "core/cuda/launch.h"
 #include "core/cuda/warp.cuh"
 #include "experts/cuda/quantize.cuh"
@@ -10,9 +10,9 @@ namespace {
 
 constexpr int kSide = static_cast<int>(kScaleBlock);
 
-// How the weights lie in memory; `inner` is the axis that lies next to next, or nearly.
+// Layout of the weights in memory. `inner` is the axis with the smallest stride.
 struct WeightBlocks {
-  int64_t of_expert;  // elements of w
+  int64_t expert_stride;  // elements of w
   int64_t inner_stride;
   int64_t outer_stride;
   int64_t part_stride;
@@ -22,7 +22,7 @@ struct WeightBlocks {
   bool inner_is_f;
 };
 
-// Where a block is: parts one after the other, since where they alternate in memory the second is still in the cache.
+// Indices of a block. Parts vary fastest: where they alternate in memory, the second part is still in the cache.
 struct Place {
   int32_t part;
   int32_t inner_block;
@@ -39,7 +39,7 @@ struct Place {
   }
 };
 
-// Of 4 words of 4 bytes, the words of their first, second, third and fourth bytes.
+// Transposes 4 words of 4 bytes.
 __device__ __forceinline__ void transpose_bytes(uint32_t (&words)[4]) {
   const uint32_t first[2] = {__byte_perm(words[0], words[1], 0x5140), __byte_perm(words[2], words[3], 0x5140)};
   const uint32_t last[2] = {__byte_perm(words[0], words[1], 0x7362), __byte_perm(words[2], words[3], 0x7362)};
@@ -49,9 +49,9 @@ __device__ __forceinline__ void transpose_bytes(uint32_t (&words)[4]) {
   words[3] = __byte_perm(last[0], last[1], 0x7632);
 }
 
-// A row of 8 bytes of each of 8 rows, as rows of the transposed.
+// Transposes 8 x 8 bytes, one row of 8 bytes per element of `rows`.
 __device__ __forceinline__ void transpose_bytes(uint2 (&rows)[kNeighbours]) {
-  uint32_t quarters[2][2][4];  // of the lower and upper 4 bytes, the first and last 4 rows
+  uint32_t quarters[2][2][4];  // [lower, upper 4 bytes][first, last 4 rows]
 #pragma unroll
   for (int i = 0; i < kNeighbours; ++i) {
     quarters[0][i / 4][i % 4] = rows[i].x;
@@ -63,7 +63,7 @@ __device__ __forceinline__ void transpose_bytes(uint2 (&rows)[kNeighbours]) {
   for (int i = 0; i < kNeighbours; ++i) rows[i] = {quarters[i / 4][0][i % 4], quarters[i / 4][1][i % 4]};
 }
 
-// 128 x 128 bytes in pieces of 8, in an order in which neither rows nor columns of pieces collide.
+// 128 x 128 bytes in pieces of 8 bytes, swizzled so that neither rows nor columns of pieces have bank conflicts.
 struct TransposedBlock {
   uint2 pieces[kSide * kNeighbourLanes];
 
@@ -72,50 +72,50 @@ struct TransposedBlock {
   }
 };
 
-// How neighbours along the inner axis lie: anyhow; or all aligned, next to next or every other one.
-enum class Neighbouring { anyhow, next, every_other };
+// Layout of adjacent elements along the inner axis: any stride, or aligned and contiguous, or aligned at a stride of 2.
+enum class InnerLayout { strided, contiguous, alternating };
 
-template <class T, Neighbouring kHow>
+template <class T, InnerLayout kLayout>
 __global__ void __launch_bounds__(kQuantizeThreads)
     quantize_weight_blocks(const T* w, WeightBlocks s, uint8_t* q, uint8_t* q_transposed, float* scales,
                            bool power_of_two) {
-  constexpr bool kWhole = kHow != Neighbouring::anyhow;
+  constexpr bool kWhole = kLayout != InnerLayout::strided;
   static_assert(kQuantizeThreads * kNeighbours * kNeighbours == kSide * kSide,
                 "threads cover a block of 128 x 128 weights exactly");
   __shared__ TransposedBlock transposed;
-  __shared__ uint32_t largest_of_warps[kQuantizeThreads / kWarp];
+  __shared__ uint32_t warp_largest[kQuantizeThreads / kWarp];
   wait_for_previous_kernel();
   const Place place(static_cast<int32_t>(blockIdx.x), s);
-  // The thread has 8 neighbours of 8 neighbouring rows.
+  // The thread loads 8 adjacent elements of each of 8 adjacent rows.
   const int piece = static_cast<int>(threadIdx.x) % kNeighbourLanes;
-  const int of_rows = static_cast<int>(threadIdx.x) / kNeighbourLanes;
+  const int row_piece = static_cast<int>(threadIdx.x) / kNeighbourLanes;
   const int64_t inner = int64_t{place.inner_block} * kSide;
   const int64_t outer = int64_t{place.outer_block} * kSide;
-  const T* from = w + place.expert * s.of_expert +
-                  (kHow == Neighbouring::every_other ? 0 : place.part * s.part_stride) +
-                  (outer + of_rows * kNeighbours) * s.outer_stride + (inner + piece * kNeighbours) * s.inner_stride;
+  const T* from = w + place.expert * s.expert_stride +
+                  (kLayout == InnerLayout::alternating ? 0 : place.part * s.part_stride) +
+                  (outer + row_piece * kNeighbours) * s.outer_stride + (inner + piece * kNeighbours) * s.inner_stride;
   Neighbours<T> values[kNeighbours];
 #pragma unroll
   for (int i = 0; i < kNeighbours; ++i) {
     const T* row = from + i * s.outer_stride;
-    if constexpr (kHow == Neighbouring::next) values[i].load(row);
-    if constexpr (kHow == Neighbouring::every_other) values[i].load_of_pairs(row, place.part == 1);
-    if constexpr (kHow == Neighbouring::anyhow) values[i].load(row, s.inner_stride);
+    if constexpr (kLayout == InnerLayout::contiguous) values[i].load(row);
+    if constexpr (kLayout == InnerLayout::alternating) values[i].load_of_pairs(row, place.part == 1);
+    if constexpr (kLayout == InnerLayout::strided) values[i].load(row, s.inner_stride);
   }
   uint32_t largest = 0;
 #pragma unroll
   for (const Neighbours<T>& row : values) largest = max(largest, row.largest());
   largest = max_lanes<kWarp>(largest);
-  if (lane_index() == 0) largest_of_warps[threadIdx.x / kWarp] = largest;
+  if (lane_index() == 0) warp_largest[threadIdx.x / kWarp] = largest;
   __syncthreads();
 #pragma unroll
-  for (const uint32_t of_warp : largest_of_warps) largest = max(largest, of_warp);
+  for (const uint32_t other : warp_largest) largest = max(largest, other);
   const Fp8Divider divider(block_scale(largest, power_of_two));
   uint2 rows[kNeighbours];
 #pragma unroll
   for (int i = 0; i < kNeighbours; ++i) rows[i] = divider.pack(values[i]);
 
-  // [E, D, P, F] and [E, P, F, D]: the one whose rows run along the inner axis, then the other one.
+  // Write first the output whose rows run along the inner axis, of [E, D, P, F] and [E, P, F, D], then the other one.
   const int64_t inner_size = int64_t{s.inner_blocks} * kSide;
   const int64_t outer_size = int64_t{s.outer_blocks} * kSide;
   const int64_t d_size = s.inner_is_f ? outer_size : inner_size;
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kQuantizeThreads)
   if (along != nullptr) {
 #pragma unroll
     for (int i = 0; i < kNeighbours; ++i) {
-      const int64_t row = outer + of_rows * kNeighbours + i;
+      const int64_t row = outer + row_piece * kNeighbours + i;
       const int64_t column = inner + piece * kNeighbours;
       store_neighbours<kWhole>(along + (s.inner_is_f ? place_in_q(row, column) : place_in_transposed(column, row)),
                                rows[i]);
@@ -147,15 +147,15 @@ __global__ void __launch_bounds__(kQuantizeThreads)
   if (across == nullptr) return;
   transpose_bytes(rows);
 #pragma unroll
-  for (int i = 0; i < kNeighbours; ++i) transposed.at(piece * kNeighbours + i, of_rows) = rows[i];
+  for (int i = 0; i < kNeighbours; ++i) transposed.at(piece * kNeighbours + i, row_piece) = rows[i];
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < kNeighbours; ++i) {
-    const int turned = of_rows + i * kNeighbourLanes;  // along the inner axis
-    const int64_t row = inner + turned;
+    const int inner_row = row_piece + i * kNeighbourLanes;  // along the inner axis
+    const int64_t row = inner + inner_row;
     const int64_t column = outer + piece * kNeighbours;
     store_neighbours<kWhole>(across + (s.inner_is_f ? place_in_transposed(column, row) : place_in_q(row, column)),
-                             transposed.at(turned, piece));
+                             transposed.at(inner_row, piece));
   }
 }
 
@@ -165,7 +165,7 @@ ab_status quantize_weights(const Floats& w, const QuantizedSizes& s, void* q, vo
                            bool power_of_two, cudaStream_t stream) {
   const bool inner_is_f = s.f_stride < s.d_stride;
   WeightBlocks blocks;
-  blocks.of_expert = s.D * s.P * s.F;
+  blocks.expert_stride = s.D * s.P * s.F;
   blocks.inner_stride = inner_is_f ? s.f_stride : s.d_stride;
   blocks.outer_stride = inner_is_f ? s.d_stride : s.f_stride;
   blocks.part_stride = s.p_stride;
@@ -178,10 +178,10 @@ ab_status quantize_weights(const Floats& w, const QuantizedSizes& s, void* q, vo
   const bool aligned = common_alignment({address(w.data), 2 * address(q), 2 * address(q_transposed)}) == kAccessBytes;
   const bool pairs = s.P == 2 && blocks.part_stride == 1 && blocks.inner_stride == 2;
   return with_float_type(w.dtype, [&]<class T>(T) {
-    using enum Neighbouring;
-    const auto kernel = aligned && blocks.inner_stride == 1 ? quantize_weight_blocks<T, next>
-                        : aligned && pairs                  ? quantize_weight_blocks<T, every_other>
-                                                            : quantize_weight_blocks<T, anyhow>;
+    using enum InnerLayout;
+    const auto kernel = aligned && blocks.inner_stride == 1 ? quantize_weight_blocks<T, contiguous>
+                        : aligned && pairs                  ? quantize_weight_blocks<T, alternating>
+                                                            : quantize_weight_blocks<T, strided>;
     return launch("quantize_weights", kernel, {count, kQuantizeThreads, 0, stream, true}, static_cast<const T*>(w.data),
                   blocks, static_cast<uint8_t*>(q), static_cast<uint8_t*>(q_transposed), scales, power_of_two);
   });

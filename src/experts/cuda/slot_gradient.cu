@@ -10,8 +10,8 @@
 namespace anabranch::cuda {
 namespace {
 
-constexpr int kBlocks = 32;    // of one warp, of a multiprocessor
-constexpr int kThreads = 256;  // of a block that takes slots or rows one by one
+constexpr int kBlocks = 32;    // of one warp each, per SM
+constexpr int kThreads = 256;  // per CTA, in kernels with one thread per assignment or row
 
 Launch one_by_one(int64_t count, int multiprocessors, cudaStream_t stream) {
   return {std::min((count + kThreads - 1) / kThreads, int64_t{8} * multiprocessors), kThreads, 0, stream, true};
@@ -26,20 +26,20 @@ __global__ void __launch_bounds__(kThreads) clear_slots(float* const d_weights, 
   }
 }
 
-// How many rows the groups have, at most R: negative sizes count as 0. By a whole block.
+// Returns the number of rows in the groups, at most R. Negative sizes count as 0. Called by all threads of a CTA.
 __device__ int64_t rows_of_groups(const int32_t* group_sizes, int64_t E, int64_t R) {
-  __shared__ int64_t of_warps[kThreads / kWarp];
+  __shared__ int64_t warp_rows[kThreads / kWarp];
   int64_t rows = 0;
   for (int64_t e = threadIdx.x; e < E; e += kThreads) rows += max(group_sizes[e], 0);
   rows = sum_lanes<kWarp>(rows);
-  if (lane_index() == 0) of_warps[warp_index()] = rows;
+  if (lane_index() == 0) warp_rows[warp_index()] = rows;
   __syncthreads();
   rows = 0;
-  for (const int64_t of_warp : of_warps) rows += of_warp;
+  for (const int64_t count : warp_rows) rows += count;
   return min(rows, R);
 }
 
-// Without a bias: a thread adds the parts of a row.
+// Without a bias: one thread adds the partial sums of a row.
 __global__ void __launch_bounds__(kThreads) add_dots(const SlotGradient g) {
   wait_for_previous_kernel();
   let_next_kernel_start();
@@ -50,12 +50,13 @@ __global__ void __launch_bounds__(kThreads) add_dots(const SlotGradient g) {
     const bool counts = row < end && slot >= 0;
     float sum = 0.0f;
     for (int64_t part = 0; counts && part < g.parts; ++part) sum += g.dots[part * g.s.R + row];
-    // Slots of no row have been cleared; rows that are slots themselves are all written here.
+    // Assignments without a row have been cleared. Without gather indices, rows are assignments and all are written
+    // here.
     if (counts || !g.map.by_slot) g.d_weights[slot] = sum;
   }
 }
 
-// A lane's share of <d_y, b_out> from elements d_y and bias on; kEach: elements of both that one access reads.
+// A lane's share of <d_y, b_out>, from element offsets d_y and bias. kEach: elements per access.
 template <class T, int kEach>
 __device__ float product_of_lane(const SlotGradient& g, int64_t d_y, int64_t bias) {
   const T* const left = static_cast<const T*>(g.d_y.data) + d_y;
@@ -63,18 +64,19 @@ __device__ float product_of_lane(const SlotGradient& g, int64_t d_y, int64_t bia
   float product = 0.0f;
 #pragma unroll 4
   for (int64_t d = lane_index() * kEach; d < g.s.D; d += kWarp * kEach) {
-    using Several = Vector<T, kEach>;
-    Several a;
-    Several b;
-    a.bytes = *reinterpret_cast<const typename Several::Bytes*>(left + d);
-    b.bytes = *reinterpret_cast<const typename Several::Bytes*>(right + d);
+    using Elements = Vector<T, kEach>;
+    Elements a;
+    Elements b;
+    a.bytes = *reinterpret_cast<const typename Elements::Bytes*>(left + d);
+    b.bytes = *reinterpret_cast<const typename Elements::Bytes*>(right + d);
 #pragma unroll
     for (int i = 0; i < kEach; ++i) product = fmaf(a[i], b[i], product);
   }
   return product;
 }
 
-// With one: a warp takes 32 rows of an expert. A lane adds the parts of one, then all lanes multiply row by row.
+// With a bias: a warp takes 32 rows of an expert. Each lane adds the partial sums of one row, then all lanes compute
+// the dot products with the bias, row by row.
 template <class T, int kEach>
 __global__ void __launch_bounds__(kWarp) add_dots_and_bias(const SlotGradient g, const RowTiles tiles) {
   wait_for_previous_kernel();

@@ -1,4 +1,4 @@
-// Gradients of the weights of slots on CUDA.
+// Gradients of the row weights on CUDA.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,16 +12,16 @@
 
 namespace anabranch::cuda {
 
-// d_weights[slot of row r] = the sum of dots[:, r] + <d_y[r], b_out[e]> for the rows r of expert e; zero for slots, and
-// rows that are slots, of no expert.
+// d_weights[assignment of row r] = sum of dots[:, r] + <d_y[r], b_out[e]> for the rows r of expert e. Zero for
+// assignments without a row, and for rows without an expert.
 struct SlotGradient {
   FfnSizes s;
   RowMap map;
   const int32_t* group_sizes = nullptr;  // [E], on the device
-  const float* dots = nullptr;           // [parts, R]
+  const float* dots = nullptr;           // [parts, R]: partial sums of <da', a>
   int64_t parts = 0;
   Floats d_y;                  // gathered rows of D
-  Floats b_out;                // [E, D] of the dtype of d_y, or none
+  Floats b_out;                // [E, D] in the dtype of d_y, or none
   float* d_weights = nullptr;  // [T, K], or [R]
 };
 

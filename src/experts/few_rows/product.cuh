@@ -1,13 +1,13 @@
-// Products of few rows with weights whose columns stand with k inside. All that takes time is to read the weights, so a
-// warp reads them from memory straight into the registers that tensor cores take them from, each once for 8 rows.
+// Small-M (decode) grouped GEMM with K-major weights. It is bound by weight bandwidth: each warp loads weights from
+// device memory straight into the registers of mma.sync, once per 8 rows.
 //
-//   unit        8 rows of an expert by 16 stored columns: 8 columns of the result's two parts, gate and up, or 16
-//   block       takes units in turn; each of its warps sums over a part of k, and their sums are added up in order
-//   shared      [kWarps][kWarp] float4, the warps' sums; and which rows there are: the same list in every block
+//   unit        8 rows of one expert x 16 stored columns: 8 columns each of gate and up, or 16 columns of the result
+//   CTA         takes units in a grid-stride loop; its warps split k, and their sums are added in a fixed order
+//   shared      [kWarps][kWarp] float4, the sums of the warps; then the list of row ranges, identical in every CTA
 //
-// The weights' columns are the rows of the instruction's operand A, the first part's 8 above the second's, and rows are
-// the columns of operand B. A lane reads whole chunks of either, 8 neighbours of k; so k goes through the instructions
-// in another order than memory's, the same for both operands.
+// Stored columns of the weights are the rows of MMA operand A (part 0 above part 1), rows of x are the columns of
+// operand B. A lane reads 16-byte chunks of 8 consecutive k of either operand. Both operands therefore go through the
+// instruction in the same permuted order of k.
 #pragma once
 
 #include <algorithm>
@@ -23,21 +23,22 @@
 
 namespace anabranch::cuda::few_rows {
 
-constexpr int kThreadsOfMultiprocessor = 1024;  // at a time: more of them pay more than more registers for each
-constexpr int kRows = 8;                        // of a unit
-constexpr int kColumns = 8;                     // of a unit and a part
-constexpr int kDepth = 32;                      // k of a step
-constexpr int kAhead = 2;                       // steps that are read at a time: whole lines of memory
+constexpr int kThreadsPerSm = 1024;  // resident; pays off more than more registers per thread
+constexpr int kRows = 8;             // per unit
+constexpr int kColumns = 8;          // per unit and part
+constexpr int kDepth = 32;           // k per step
+constexpr int kAhead = 2;            // steps loaded at a time, to read whole cache lines
 
-// The 16 stored columns of a unit: two runs of 8.
+// The 16 stored columns of a unit: two runs of 8 columns.
 struct StoredColumns {
-  int32_t columns = 0;       // of the result
-  bool in_parts = false;     // a column of the result has two stored ones; else a unit has 16 columns of the result
-  bool alternating = false;  // which are neighbours
-  int32_t part_step = 0;     // else so far from each other
+  int32_t columns = 0;    // of the result
+  bool in_parts = false;  // each column of the result has two stored ones; else a unit covers 16 columns of the result
+  bool alternating = false;  // the two stored columns are adjacent
+  int32_t part_step = 0;     // otherwise, the distance between them
 
-  AB_INLINE int32_t of_unit() const { return in_parts ? kColumns : 2 * kColumns; }
-  // The stored one of a column of the unit's, or of the one that is kColumns further; 0 where there is none.
+  AB_INLINE int32_t unit_columns() const { return in_parts ? kColumns : 2 * kColumns; }
+  // Returns the stored column of a column of the unit (part 0), and of its up column or the column kColumns further
+  // (part 1). Returns 0 out of bounds.
   __device__ int64_t stored(int32_t column, int part) const {
     if (in_parts) return column >= columns ? 0 : alternating ? 2 * column + part : column + int64_t{part} * part_step;
     return column + part * kColumns >= columns ? 0 : column + part * kColumns;
@@ -46,29 +47,29 @@ struct StoredColumns {
 
 struct Product {
   const void* x = nullptr;  // rows of k elements
-  bool gathers = false;     // x by the slots' tokens
+  bool gathers = false;     // x is indexed by the tokens of the assignments
   RowMap map;
   Groups groups{};
-  const void* w = nullptr;  // [E] matrices of rows of k elements
-  int64_t matrix = 0;       // elements from one to the next
+  const void* w = nullptr;  // E matrices of rows of k elements
+  int64_t matrix = 0;       // elements per matrix
   StoredColumns columns;
   int32_t k = 0;
   bool skips_rest = false;
-  int32_t slices = 0;        // units side by side; by launch_product()
-  bool has_padding = false;  // among the rows of groups; by launch_product()
+  int32_t slices = 0;        // units per range of rows; set by launch_product()
+  bool has_padding = false;  // groups contain padding rows; set by launch_product()
 };
 
-// Rows of one expert, at most kRows.
+// A range of at most kRows rows of one expert.
 struct UnitRows {
-  int32_t expert;  // or kNoExpert: rows past the groups
+  int32_t expert;  // kNoExpert: rows after the groups
   int32_t begin;
   int32_t end;
 };
 
-// Every group's last rows may be fewer than kRows, and so may those past the groups.
-inline int64_t most_unit_rows(int64_t R, int64_t E) { return R / kRows + std::min(R, E) + 1; }
+// Every group, and the rows after the groups, may end with a range of fewer than kRows rows.
+inline int64_t max_unit_rows(int64_t R, int64_t E) { return R / kRows + std::min(R, E) + 1; }
 
-// The rows of all units; by all threads of the block. Returns how many there are.
+// Lists the row ranges of all units. Called by all threads of the CTA; returns the number of ranges.
 __device__ __forceinline__ int32_t list_rows(const Product& p, UnitRows* list) {
   const auto threads = static_cast<int32_t>(blockDim.x);
   const int32_t R = p.groups.R;
@@ -79,7 +80,7 @@ __device__ __forceinline__ int32_t list_rows(const Product& p, UnitRows* list) {
   for (int32_t first = 0; first < p.groups.E; first += threads) {
     const int32_t group = first + static_cast<int32_t>(threadIdx.x);
     const int64_t size = group < p.groups.E ? min(max(p.groups.sizes[group], 0), R) : 0;
-    // Rows below, units above: one sum for both, unless there are more rows than there should be.
+    // Sum rows (low half) and units (high half) at once. Group sizes that exceed R need a second sum.
     int64_t total;
     const int64_t before = sum_before(size | units_of(size) << 32, &total);
     const auto begin = static_cast<int32_t>(min(end_of_all + (before & 0xffffffff), int64_t{R}));
@@ -107,9 +108,9 @@ __device__ __forceinline__ int32_t list_rows(const Product& p, UnitRows* list) {
   return count;
 }
 
-// A warp's sums over steps of k. A lane has a column of each part, and of these, and of a row, 8 neighbours of k in a
-// step. Columns and rows that are not there are read from others' places, since no result that is there has anything of
-// them; what is not there of k counts as zeros.
+// Partial sums of one warp over steps of k. Per step, a lane loads 8 consecutive k of one column of each part and of
+// one row. Columns and rows out of bounds read another column or row, since their results are never stored; k out of
+// bounds is zero.
 template <class Element>
 class WarpSum {
  public:
@@ -132,26 +133,26 @@ class WarpSum {
   }
 
  private:
-  // kAll: all steps from `step` on are there, for all lanes.
+  // kAll: all steps from `step` on are in bounds for all lanes.
   template <bool kAll>
   __device__ __forceinline__ void add(int step, int end, float (&sums)[4]) const {
     const auto k_of = [&](int i) { return (step + i) * kDepth + lane_k_; };
-    const auto there = [&](int i) { return kAll || (step + i < end && k_of(i) < k_); };
+    const auto in_bounds = [&](int i) { return kAll || (step + i < end && k_of(i) < k_); };
     uint4 w[kAhead][2];
     uint4 x[kAhead];
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
 #pragma unroll
       for (int part = 0; part < 2; ++part) {
-        w[i][part] = load_of_stream(reinterpret_cast<const uint4*>(w_[part] + (there(i) ? k_of(i) : 0)));
+        w[i][part] = load_of_stream(reinterpret_cast<const uint4*>(w_[part] + (in_bounds(i) ? k_of(i) : 0)));
       }
     }
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) x[i] = *reinterpret_cast<const uint4*>(x_ + (there(i) ? k_of(i) : 0));
+    for (int i = 0; i < kAhead; ++i) x[i] = *reinterpret_cast<const uint4*>(x_ + (in_bounds(i) ? k_of(i) : 0));
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
       uint4(&a)[2] = w[i];
-      if (!there(i)) a[0] = a[1] = x[i] = {};
+      if (!in_bounds(i)) a[0] = a[1] = x[i] = {};
       multiply_add_matrices<Element>(sums, {a[0].x, a[1].x, a[0].y, a[1].y}, x[i].x, x[i].y);
       multiply_add_matrices<Element>(sums, {a[0].z, a[1].z, a[0].w, a[1].w}, x[i].z, x[i].w);
     }
@@ -163,18 +164,19 @@ class WarpSum {
   const Element* w_[2];
 };
 
-// Whether there is one but padding among them; of a whole warp.
+// Whether the range contains a row that is not padding. Called by a whole warp.
 __device__ __forceinline__ bool has_rows(const Product& p, const UnitRows& rows) {
   if (rows.expert == kNoExpert || !p.has_padding) return rows.expert != kNoExpert;
   const int32_t row = min(rows.begin + lane_index() % kRows, rows.end - 1);
   return __ballot_sync(kAllLanes, p.map.slot_of(row) >= 0) != 0u;
 }
 
-// Epilogue: (expert, row, column, slot, sum, that of the other part), of a slot of -1: padding, or past the groups.
+// Epilogue: (expert, row, column, slot, sum of part 0, sum of part 1). slot is -1 for padding and for rows after the
+// groups.
 template <class Element, int kWarps, class Epilogue>
-__global__ void __launch_bounds__(kWarps* kWarp, kThreadsOfMultiprocessor / (kWarps * kWarp))
+__global__ void __launch_bounds__(kWarps* kWarp, kThreadsPerSm / (kWarps * kWarp))
     few_rows_product(const __grid_constant__ Product p, const __grid_constant__ Epilogue epilogue) {
-  static_assert(kWarps * kWarp >= kRows * kColumns, "one thread adds the sums of one result");
+  static_assert(kWarps * kWarp >= kRows * kColumns, "one thread adds up the sums of one result");
   float4(*const sums)[kWarp] = &dynamic_shared_memory<float4[kWarp]>();
   auto* const list = reinterpret_cast<UnitRows*>(sums + kWarps);
   wait_for_previous_kernel();
@@ -187,18 +189,18 @@ __global__ void __launch_bounds__(kWarps* kWarp, kThreadsOfMultiprocessor / (kWa
 #pragma unroll 1
   for (auto unit = static_cast<int32_t>(blockIdx.x); unit < units; unit += static_cast<int32_t>(gridDim.x)) {
     const UnitRows rows = list[unit / p.slices];
-    const int32_t column = unit % p.slices * p.columns.of_unit();
-    // What this thread writes: neighbours have neighbouring columns.
+    const int32_t column = unit % p.slices * p.columns.unit_columns();
+    // This thread's result: adjacent threads have adjacent columns.
     const int own = static_cast<int>(threadIdx.x) % kColumns;
-    const int of_unit = static_cast<int>(threadIdx.x) / kColumns;
-    const int32_t row = rows.begin + of_unit;
-    const bool writes = of_unit < kRows && row < rows.end;
+    const int unit_row = static_cast<int>(threadIdx.x) / kColumns;
+    const int32_t row = rows.begin + unit_row;
+    const bool writes = unit_row < kRows && row < rows.end;
     const bool sums_up = has_rows(p, rows);
     const int32_t slot = writes && sums_up ? p.map.slot_of(row) : -1;
     if (sums_up) {
-      float of_warp[4] = {};
-      WarpSum<Element>(p, rows, column).run(begin, end, of_warp);
-      sums[warp_index()][lane_index()] = {of_warp[0], of_warp[1], of_warp[2], of_warp[3]};
+      float warp_sums[4] = {};
+      WarpSum<Element>(p, rows, column).run(begin, end, warp_sums);
+      sums[warp_index()][lane_index()] = {warp_sums[0], warp_sums[1], warp_sums[2], warp_sums[3]};
     }
     __syncthreads();
     if (writes) {
@@ -206,16 +208,16 @@ __global__ void __launch_bounds__(kWarps* kWarp, kThreadsOfMultiprocessor / (kWa
       if (sums_up) {
 #pragma unroll
         for (int warp = 0; warp < kWarps; ++warp) {
-          const auto* const of_lane = reinterpret_cast<const float*>(&sums[warp][own * 4 + of_unit / 2]);
-          parts[0] += of_lane[of_unit % 2];
-          parts[1] += of_lane[2 + of_unit % 2];
+          const auto* const lane_sums = reinterpret_cast<const float*>(&sums[warp][own * 4 + unit_row / 2]);
+          parts[0] += lane_sums[unit_row % 2];
+          parts[1] += lane_sums[2 + unit_row % 2];
         }
       }
 #pragma unroll 1
       for (int part = 0; part < (p.columns.in_parts ? 1 : 2); ++part) {
-        const int32_t of_result = column + part * kColumns + own;
-        if (of_result >= p.columns.columns) break;
-        epilogue(rows.expert, row, of_result, slot, part == 0 ? parts[0] : parts[1], parts[1]);
+        const int32_t result_column = column + part * kColumns + own;
+        if (result_column >= p.columns.columns) break;
+        epilogue(rows.expert, row, result_column, slot, part == 0 ? parts[0] : parts[1], parts[1]);
       }
     }
     __syncthreads();
@@ -226,10 +228,10 @@ template <class Element, int kWarps, class Epilogue>
 ab_status launch_product(const char* name, Product p, const Epilogue& epilogue, int multiprocessors,
                          cudaStream_t stream) {
   constexpr int kThreads = kWarps * kWarp;
-  constexpr int kBlocks = kThreadsOfMultiprocessor / kThreads;  // of a multiprocessor, at a time
-  const int64_t lists = most_unit_rows(p.groups.R, p.groups.E);
+  constexpr int kBlocks = kThreadsPerSm / kThreads;  // resident per SM
+  const int64_t lists = max_unit_rows(p.groups.R, p.groups.E);
   p.has_padding = p.groups.R > p.map.num_slots && p.map.by_slot;
-  p.slices = (p.columns.columns + p.columns.of_unit() - 1) / p.columns.of_unit();
+  p.slices = (p.columns.columns + p.columns.unit_columns() - 1) / p.columns.unit_columns();
   const size_t shared = sizeof(float4) * kThreads + sizeof(UnitRows) * static_cast<size_t>(lists);
   return launch(
       name, few_rows_product<Element, kWarps, Epilogue>,
@@ -237,16 +239,16 @@ ab_status launch_product(const char* name, Product p, const Epilogue& epilogue, 
       epilogue);
 }
 
-// The longer the sums, the more warps share one; where, by measurement.
+// Longer sums are split over more warps. Thresholds were measured.
 template <class Epilogue>
 ab_status launch_product(const char* name, int32_t dtype, const Product& p, const Epilogue& epilogue,
                          int multiprocessors, cudaStream_t stream) {
   constexpr int32_t kLong = 12 << 10;
-  constexpr int32_t kMiddling = 7 << 9;
+  constexpr int32_t kMedium = 7 << 9;
   const auto with_element = [&]<class Element>() {
-    const auto kernel = p.k >= kLong       ? launch_product<Element, 16, Epilogue>
-                        : p.k >= kMiddling ? launch_product<Element, 8, Epilogue>
-                                           : launch_product<Element, 4, Epilogue>;
+    const auto kernel = p.k >= kLong     ? launch_product<Element, 16, Epilogue>
+                        : p.k >= kMedium ? launch_product<Element, 8, Epilogue>
+                                         : launch_product<Element, 4, Epilogue>;
     return kernel(name, p, epilogue, multiprocessors, stream);
   };
   return dtype == AB_BFLOAT16 ? with_element.template operator()<BFloat16>()

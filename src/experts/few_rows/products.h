@@ -13,8 +13,8 @@ namespace anabranch::cuda::few_rows {
 // Whether these kernels take the GEMM: at most 4 rows per expert on average and 2e9 elements of weights to read,
 // weights with the contraction innermost (as in checkpoints), 16-bit elements, and aligned rows of whole 16-byte
 // chunks.
-bool takes(const Up& up);
-bool takes(const RowsProduct& product);
+bool supports(const Up& up);
+bool supports(const RowsProduct& product);
 
 // Enqueue the GEMM. Padding rows become zero, also without row weights.
 ab_status launch_gemm(const Up& up, int multiprocessors, cudaStream_t stream);

@@ -5,7 +5,7 @@
 namespace anabranch::cuda::few_rows {
 namespace {
 
-// sum: x W[expert] at `column`. slot -1: the row is padding.
+// Stores a result of x W. sum: x W[expert] at `column`. slot -1: the row is padding.
 struct WriteRows {
   RowsProduct p;
   __device__ __forceinline__ void operator()(int32_t expert, int64_t row, int64_t column, int32_t slot, float sum,
@@ -34,7 +34,7 @@ ab_status launch_gemm(const RowsProduct& p, int multiprocessors, cudaStream_t st
   product.columns.columns = static_cast<int32_t>(p.N);
   product.k = static_cast<int32_t>(p.D);
   product.skips_rest = p.skips_rest;
-  return launch_product("grouped product", p.dtype, product, WriteRows{p}, multiprocessors, stream);
+  return launch_product("grouped GEMM", p.dtype, product, WriteRows{p}, multiprocessors, stream);
 }
 
 }  // namespace anabranch::cuda::few_rows

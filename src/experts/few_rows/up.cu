@@ -5,7 +5,7 @@
 namespace anabranch::cuda::few_rows {
 namespace {
 
-// sum: x W_in[expert] at `column` of F; sum_up: that of the up part, where gated. slot -1: the row is padding.
+// Stores `a` and h. sum: x W_in[expert] at `column` of F; sum_up: the up part if gated. slot -1: the row is padding.
 struct WriteUp {
   Up up;
   __device__ __forceinline__ void operator()(int32_t expert, int64_t row, int64_t column, int32_t slot, float sum,
@@ -43,7 +43,7 @@ ab_status launch_gemm(const Up& up, int multiprocessors, cudaStream_t stream) {
   product.columns = {static_cast<int32_t>(s.F), s.P == 2, s.P == 2 && s.layout.interleaved, static_cast<int32_t>(s.F)};
   product.k = static_cast<int32_t>(s.D);
   product.skips_rest = up.skips_rest;
-  return launch_product("up product", up.x.dtype, product, WriteUp{up}, multiprocessors, stream);
+  return launch_product("up GEMM", up.x.dtype, product, WriteUp{up}, multiprocessors, stream);
 }
 
 }  // namespace anabranch::cuda::few_rows

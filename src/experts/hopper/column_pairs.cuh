@@ -1,8 +1,8 @@
-// Work on the accumulators of 8 neighbouring columns, two at a time.
+// Processes the accumulators of 8 adjacent columns, two columns at a time.
 //
-// Accumulators stand in registers, which no index finds at run time, so loops over them are unrolled. Of formulas of
-// many instructions that would be most of the kernel's code and of the time to compile it: their loop stays one. The
-// words that a step works on are always the first ones there, and the others move up by one place each time.
+// Accumulators live in registers, which have no run-time index, so loops over them are unrolled. For formulas with many
+// instructions, unrolling would dominate the kernel's code size and compile time. Their loop stays rolled: each step
+// works on the first words, and the remaining words shift up by one place per step.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@ namespace anabranch::cuda::hopper {
 
 constexpr int kPairs = 4;
 
-// step(in, out) for each pair of columns; in: its words of each row of `in`, which is lost; out: its words of each row
-// of `out`.
+// Calls step(in, out) for each pair of columns. Its `in` holds one word per row of the argument `in`, which is
+// destroyed; its `out` becomes one word per row of the argument `out`.
 template <bool kStaysLoop, int kIn, int kOut, class Step>
 __device__ __forceinline__ void for_column_pairs(uint32_t (&in)[kIn][kPairs], uint32_t (&out)[kOut][kPairs],
                                                  const Step& step) {

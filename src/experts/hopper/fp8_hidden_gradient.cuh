@@ -1,4 +1,4 @@
-// Launches the gradient of the hidden rows by a product of float8_e4m3fn.
+// Launches the gradient of the intermediate rows as an FP8 (e4m3) GEMM.
 #pragma once
 
 #include "experts/hopper/fp8_launch.cuh"
@@ -21,7 +21,7 @@ ab_status launch_fp8_hidden_gradient(const Fp8HiddenGradient& g, int multiproces
   prepare_epilogue(g, &product.epilogue);
   product.epilogue.quantizer = {static_cast<uint8_t*>(g.dh8.values), g.dh8.scales, static_cast<int32_t>(s.F),
                                 g.dh8.power_of_two};
-  return launch_fp8_product("hidden gradient", &product, g.group_sizes, s.R, s.E, s.D,
+  return launch_fp8_product("intermediate gradient", &product, g.group_sizes, s.R, s.E, s.D,
                             ceil_div(s.F, Fp8Shape::kColumns), g.skips_rest, multiprocessors, stream);
 }
 

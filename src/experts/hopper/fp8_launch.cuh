@@ -1,4 +1,4 @@
-// What the launches of products of float8_e4m3fn have in common: maps and contractions count pairs of elements.
+// Shared code of the FP8 (e4m3) launchers. Tensor maps and k are counted in pairs of elements.
 #pragma once
 
 #include "core/cuda/tensor_map.h"
@@ -11,20 +11,20 @@
 
 namespace anabranch::cuda::hopper {
 
-constexpr int32_t kPairDtype = AB_BFLOAT16;  // as large as two elements
+constexpr int32_t kPairDtype = AB_BFLOAT16;  // same size as two e4m3 elements
 using Fp8Shape = InPairs<Tile128x256>;
 
 inline Floats pairs_of(const Fp8Rows& rows) { return {const_cast<void*>(rows.values), kPairDtype}; }
 
-// Rows of `columns` elements, in their order.
+// Rows of `columns` elements in expert order.
 inline ab_status prepare_fp8_rows(const char* name, const Fp8Rows& rows, int64_t R, int64_t columns,
                                   ScaledRows<RowOperand>* operand) {
   operand->scales = {rows.scales, nullptr, Divisor(1), static_cast<int32_t>(R),
                      static_cast<int32_t>(columns / kScaleBlock)};
   return prepare_rows<Fp8Shape::kRows>(name, pairs_of(rows), {}, columns / 2, static_cast<RowOperand*>(operand));
 }
-// Rows that a map names; without one in their order. Padding is multiplied by the first row's scales, or where there is
-// no row by some of w's, which has as many.
+// Rows that a map selects, or rows in expert order without one. Padding rows use the scales of the first row. If there
+// are no rows, they use scales of w, which has enough.
 inline ab_status gather_fp8_rows(const char* name, const Fp8Rows& rows, const Fp8Weights& w, const RowMap& map,
                                  int64_t columns, ScaledRows<GatheredRowOperand>* operand) {
   const float* scales = map.sources() == 0 ? w.scales : rows.scales;
@@ -33,23 +33,23 @@ inline ab_status gather_fp8_rows(const char* name, const Fp8Rows& rows, const Fp
                                        static_cast<GatheredRowOperand*>(operand));
 }
 
-// Halves of a tile are gate's and up's columns, or neighbours.
+// The halves of a tile are gate and up columns if gated, else adjacent columns.
 inline WeightScales scales_of(const Fp8Weights& w, bool gated) {
   WeightScales scales;
   scales.scales = w.scales;
-  scales.of_expert = static_cast<uint32_t>(w.of_expert);
-  scales.of_k = static_cast<uint32_t>(w.of_k);
-  scales.of_columns = static_cast<uint32_t>(w.of_columns);
-  scales.of_half = static_cast<uint32_t>(gated ? w.of_part : w.of_columns);
+  scales.expert_stride = static_cast<uint32_t>(w.expert_stride);
+  scales.k_stride = static_cast<uint32_t>(w.k_stride);
+  scales.column_stride = static_cast<uint32_t>(w.column_stride);
+  scales.half_stride = static_cast<uint32_t>(gated ? w.part_stride : w.column_stride);
   scales.last = static_cast<uint32_t>(w.count - 1);
   return scales;
 }
 
-// As columns of tiles, `count` of them from `column` on, of E matrices of `of_expert` columns each.
+// Tensor map of the weights with `count` columns from `column` on, in E matrices of `expert_columns` columns each.
 inline ab_status make_fp8_weights_map(const char* name, const Fp8Weights& w, int64_t E, int64_t column, int64_t count,
-                                      int64_t of_expert, int64_t k, int box_columns, CUtensorMap* map) {
+                                      int64_t expert_columns, int64_t k, int box_columns, CUtensorMap* map) {
   return make_matrices_map(name, static_cast<const char*>(w.values) + column * k, kPairDtype, E, count, k / 2, kPanel,
-                           box_columns, map, k / 2, of_expert);
+                           box_columns, map, k / 2, expert_columns);
 }
 
 template <class P>

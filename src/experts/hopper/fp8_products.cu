@@ -7,19 +7,19 @@
 namespace anabranch::cuda::hopper {
 namespace {
 
-// Kernels count scales in uint32.
-constexpr int64_t kMostScales = int64_t{1} << 32;
-constexpr const char* kNotRowsOf16Bit = "rows have 32 bits, which may be bfloat16 or float16";
-constexpr const char* kNotCountedScales = "more scales than 2^32";
+// Kernels index scales in uint32.
+constexpr int64_t kScaleLimit = int64_t{1} << 32;
+constexpr const char* kNotRowsOf16Bit = "rows are float32, not bfloat16 or float16";
+constexpr const char* kNotCountedScales = "there are 2^32 or more scales";
 
-// Both operands, `rows` of k elements.
+// Checks both operands. rows: the number of rows, of k elements each.
 const char* why_not_operands(const Fp8Rows& x, int64_t rows, const Fp8Weights& w, int64_t k) {
-  if (rows * (k / kScaleBlock) >= kMostScales || w.count >= kMostScales) return kNotCountedScales;
+  if (rows * (k / kScaleBlock) >= kScaleLimit || w.count >= kScaleLimit) return kNotCountedScales;
   const bool fit = fits_tensor_map(x.values, kPairDtype, k / 2) && fits_tensor_map(w.values, kPairDtype, k / 2);
   return fit ? nullptr : kNotChunks;
 }
 
-// As rows of the dtype that h has.
+// Views the values as rows of the dtype of h.
 Floats as_16_bit(const void* data, int32_t dtype) { return {const_cast<void*>(data), dtype}; }
 
 }  // namespace
@@ -44,7 +44,7 @@ const char* why_not(const Fp8HiddenGradient& g) {
 
 const char* why_not(const Fp8RowsProduct& p) {
   if (!is_16_bit(p.dtype)) return kNotRowsOf16Bit;
-  if (!are_counted({p.R, p.E, p.D, p.N}) || !tiles_are_counted(p.R, p.E, p.N, kFewestTileColumns)) return kNotCounted;
+  if (!sizes_fit({p.R, p.E, p.D, p.N}) || !tile_count_fits(p.R, p.E, p.N, kMinTileColumns)) return kNotCounted;
   const bool fit = fits_tensor_map(p.y, p.dtype, p.N) && (p.bias == nullptr || fits_tensor_map(p.bias, p.dtype, p.N));
   return fit ? why_not_operands(p.x8, p.R, p.w8, p.D) : kNotChunks;
 }
@@ -61,11 +61,11 @@ ab_status launch_gemm(const Fp8HiddenGradient& g, int multiprocessors, cudaStrea
       g.s, [&]<HiddenColumns kColumns>() { return launch_fp8_hidden_gradient<kColumns>(g, multiprocessors, stream); });
 }
 
-// A bias is added by the epilogue that knows weights.
+// The bias is added in the epilogue, together with row weights.
 ab_status launch_gemm(const Fp8RowsProduct& p, int multiprocessors, cudaStream_t stream) {
-  const bool plain = p.weights.data == nullptr && p.bias == nullptr;
-  return (plain ? launch_fp8_rows_product<RowsEpilogue>
-                : launch_fp8_rows_product<ScaleBiasEpilogue>)(p, multiprocessors, stream);
+  const bool unweighted = p.weights.data == nullptr && p.bias == nullptr;
+  return (unweighted ? launch_fp8_rows_product<RowsEpilogue>
+                     : launch_fp8_rows_product<ScaleBiasEpilogue>)(p, multiprocessors, stream);
 }
 
 }  // namespace anabranch::cuda::hopper

@@ -1,4 +1,4 @@
-// The products of float8_e4m3fn on Hopper's tensor cores, as products.h has those of 16 bits; in tiles of one shape.
+// FP8 (e4m3) expert GEMMs on Hopper tensor cores, like products.h for 16-bit GEMMs; one tile shape.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -8,12 +8,13 @@
 
 namespace anabranch::cuda::hopper {
 
-// Why the kernels can't take an operation; nullptr: they can. h, dh, biases and results have 16 bits.
+// Returns why the kernels cannot run an operation, or nullptr if they can. h, dh, biases and results have 16-bit
+// elements.
 const char* why_not(const Fp8Up& up);
 const char* why_not(const Fp8RowsProduct& product);
 const char* why_not(const Fp8HiddenGradient& gradient);
 
-// Parts that a hidden gradient's dots come in.
+// Number of column tiles, each with a partial sum of <da, a> per row.
 int64_t parts_of_dots(const Fp8HiddenGradient& gradient);
 
 // Enqueue the GEMM.

@@ -1,4 +1,4 @@
-// Launches products over rows of float8_e4m3fn.
+// Launches FP8 (e4m3) GEMMs over rows.
 #pragma once
 
 #include "experts/hopper/fp8_launch.cuh"
@@ -17,12 +17,12 @@ ab_status launch_fp8_rows_product(const Fp8RowsProduct& p, int multiprocessors, 
                                           Fp8Shape::kColumns / Fp8Shape::kBlocks, &product.b.map));
   product.b.scales = scales_of(p.w8, false);
   AB_RETURN_IF_ERROR(prepare_epilogue(p, &product.epilogue));
-  // The main loop adds no bias, whichever weights it has.
+  // The FP8 main loop adds no bias, so the epilogue always does.
   if constexpr (std::is_same_v<Epilogue, ScaleBiasEpilogue<Element>>) {
     product.epilogue.bias = static_cast<const Element*>(p.bias);
   }
-  return launch_fp8_product("grouped product", &product, p.group_sizes, p.R, p.E, p.D,
-                            ceil_div(p.N, Fp8Shape::kColumns), p.skips_rest, multiprocessors, stream);
+  return launch_fp8_product("grouped GEMM", &product, p.group_sizes, p.R, p.E, p.D, ceil_div(p.N, Fp8Shape::kColumns),
+                            p.skips_rest, multiprocessors, stream);
 }
 
 template <template <class> class Epilogue>

@@ -1,4 +1,4 @@
-// Launches the up product of float8_e4m3fn.
+// Launches the FP8 (e4m3) up GEMM.
 #pragma once
 
 #include "experts/hopper/fp8_launch.cuh"
@@ -47,11 +47,11 @@ ab_status launch_fp8_up(const Fp8Up& up, int multiprocessors, cudaStream_t strea
   out.weights = RowWeights(up.map, up.weights);
   out.columns = static_cast<int32_t>(s.F);
   out.activation = up.activation;
-  out.keeps_h = up.h.data != nullptr;
+  out.writes_h = up.h.data != nullptr;
   out.bias = static_cast<const Element*>(up.b_in.data);
   out.scales = up.a8.scales;
   out.power_of_two = up.a8.power_of_two;
-  return launch_fp8_product("up product", &product, up.group_sizes, s.R, s.E, s.D, ceil_div(s.F, kWidth), up.skips_rest,
+  return launch_fp8_product("up GEMM", &product, up.group_sizes, s.R, s.E, s.D, ceil_div(s.F, kWidth), up.skips_rest,
                             multiprocessors, stream);
 }
 

@@ -1,5 +1,4 @@
-// The epilogue of the up product whose `a` is float8_e4m3fn: h as ever, then a row's 128 columns of `a` with their
-// scale.
+// Epilogue of the FP8 up GEMM: writes h like UpEpilogue, and `a` in e4m3 with one scale per row and 128 columns.
 #pragma once
 
 #include "experts/cuda/ops/fp8.cuh"
@@ -8,8 +7,8 @@
 
 namespace anabranch::cuda::hopper {
 
-// Gate and up stand side by side in tiles, whichever way they do in h and the bias. Maps of `a` count pairs of
-// elements; a gate and its up that are neighbours in h count as one element of 32 bits.
+// In tiles, gate and up are always two halves, whatever their layout in h and the bias. Tensor maps of `a` count pairs
+// of elements. In interleaved h, a gate and its up value count as one 32-bit element.
 template <class Element, HiddenColumns kHidden>
 struct Fp8UpEpilogue : UpEpilogue<Element, kHidden> {
   using Base = UpEpilogue<Element, kHidden>;
@@ -24,15 +23,15 @@ struct Fp8UpEpilogue : UpEpilogue<Element, kHidden> {
 
   __device__ void prefetch_maps() const {
     prefetch_map(this->a);
-    if (!this->keeps_h) return;
+    if (!this->writes_h) return;
 #pragma unroll
     for (const CUtensorMap& map : this->h) prefetch_map(map);
   }
 
-  // In the accumulators' own registers, since there are no others: they become `a`.
+  // Computes `a` in place of the accumulators, because no other registers are free.
   template <class Shape>
   __device__ void write(SubtileWriter& writer, const Tile& tile, int row, int, float (&acc)[Shape::kColumns / 2],
-                        NothingPrefetched) const {
+                        EmptyPrefetch) const {
     if (tile.row + row >= tile.end_row) return;
     constexpr int kWidth = Shape::kColumns / kParts;
     const RowPair rows(this->weights, tile, row);
@@ -62,7 +61,7 @@ struct Fp8UpEpilogue : UpEpilogue<Element, kHidden> {
     constexpr int kWidth = Shape::kColumns / kParts;
     writer.write_zeros<kWidth / 2>(Pairs{this->a, this->columns / 2}, in_pairs(tile), row);
     for (int block = 0; block < kWidth; block += kScaleBlock) write_scales(tile, row, block, {1.0f, 1.0f});
-    if (!this->keeps_h) return;
+    if (!this->writes_h) return;
 #pragma unroll
     for (const CUtensorMap& map : this->h) {
       writer.write_zeros<kWidth>(HiddenRows{map, this->columns}, tile, row);
@@ -81,7 +80,7 @@ struct Fp8UpEpilogue : UpEpilogue<Element, kHidden> {
       store_box(map, subtile, WindowCoordinates{tile.column + column, tile.row + row, tile.end_row});
     }
   };
-  using Pairs = RowsOf<BFloat16>;  // as large as two elements of `a`
+  using Pairs = RowsOf<BFloat16>;  // same size as two elements of `a`
   using HiddenRows = RowsOf<HiddenElement>;
   static __device__ Tile in_pairs(Tile tile) {
     tile.column /= 2;
@@ -98,15 +97,15 @@ struct Fp8UpEpilogue : UpEpilogue<Element, kHidden> {
     }
   }
 
-  // Of padding, which becomes zeros.
+  // 0 for padding rows, all ones for others.
   static __device__ __forceinline__ uint32_t mask_of(const RowPair& rows, int half) {
     return rows.real[half] ? 0xffffffffu : 0u;
   }
 
-  // A subtile of h, if it is kept.
+  // Writes a subtile of h if it is requested.
   __device__ __forceinline__ void write_hidden(SubtileWriter& writer, const Tile& tile, int row, int column,
                                                const float* const (&hidden)[kParts], const RowPair& rows) const {
-    if (!this->keeps_h) return;
+    if (!this->writes_h) return;
     if constexpr (kInterleaved) {
       constexpr int kColumns = kSubtileColumns<float>;
 #pragma unroll
@@ -134,20 +133,20 @@ struct Fp8UpEpilogue : UpEpilogue<Element, kHidden> {
 
   template <int kWidth>
   __device__ __forceinline__ void add_bias(const Tile& tile, float (&acc)[kParts * kWidth / 2]) const {
-    const int64_t of_expert = int64_t{tile.expert} * kParts * this->columns;
+    const int64_t expert_offset = int64_t{tile.expert} * kParts * this->columns;
 #pragma unroll
     for (int i = 0; i < kWidth / 2; i += 4) {
       const int32_t column = tile.column + i * 2 + lane_index() % 4 * 2;
       if (column >= this->columns) continue;
-      uint32_t words[kParts];  // of the lane's two columns
+      uint32_t words[kParts];  // bias of the lane's two columns
       if constexpr (kInterleaved) {
-        const auto both = *reinterpret_cast<const uint2*>(bias + of_expert + 2 * column);
+        const auto both = *reinterpret_cast<const uint2*>(bias + expert_offset + 2 * column);
         words[0] = __byte_perm(both.x, both.y, 0x5410);
         words[1] = __byte_perm(both.x, both.y, 0x7632);
       } else {
 #pragma unroll
         for (int part = 0; part < kParts; ++part) {
-          words[part] = *reinterpret_cast<const uint32_t*>(bias + of_expert + part * this->columns + column);
+          words[part] = *reinterpret_cast<const uint32_t*>(bias + expert_offset + part * this->columns + column);
         }
       }
 #pragma unroll
@@ -161,31 +160,33 @@ struct Fp8UpEpilogue : UpEpilogue<Element, kHidden> {
     }
   }
 
-  // 128 columns: of every 8 the lane has 2, in both its rows.
+  // Quantises 128 columns of `a`. The lane holds 2 of every 8 columns, in two rows.
   __device__ __forceinline__ void write_quantized(SubtileWriter& writer, const Tile& tile, int row, int column,
                                                   const float (&a)[kScaleBlock / 2], const RowPair& rows) const {
     uint32_t largest[2] = {0, 0};
 #pragma unroll
     for (int i = 0; i < kScaleBlock / 2; ++i) {
-      uint32_t& of_row = largest[i / 2 % 2];
-      of_row = max(of_row, magnitude_bits(a[i]));
+      uint32_t& row_largest = largest[i / 2 % 2];
+      row_largest = max(row_largest, magnitude_bits(a[i]));
     }
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      uint32_t& of_row = largest[i];
-      of_row &= mask_of(rows, i);
-      of_row = max(of_row, __shfl_xor_sync(kAllLanes, of_row, 1));
-      of_row = max(of_row, __shfl_xor_sync(kAllLanes, of_row, 2));
+      uint32_t& row_largest = largest[i];
+      row_largest &= mask_of(rows, i);
+      row_largest = max(row_largest, __shfl_xor_sync(kAllLanes, row_largest, 1));
+      row_largest = max(row_largest, __shfl_xor_sync(kAllLanes, row_largest, 2));
     }
     const Fp8Scaler scaler[2] = {{largest[0], power_of_two}, {largest[1], power_of_two}};
     write_scales(tile, row, column, {scaler[0].scale(), scaler[1].scale()});
-    // Of 16 columns a lane has two pairs, in words as the writer takes them two neighbouring ones.
+    // The lane has two pairs per 16 columns. gather_pair() moves two adjacent pairs into one word, as the writer
+    // expects.
     uint32_t words[kScaleBlock / 8];
 #pragma unroll
     for (int i = 0; i < kScaleBlock / 8; ++i) {
       const int first = i / 2 * 8 + i % 2 * 2;
-      const Fp8Scaler& of_row = scaler[i % 2];
-      const uint32_t pairs = of_row.pack(a[first], a[first + 1]) | of_row.pack(a[first + 4], a[first + 5]) << 16;
+      const Fp8Scaler& row_scaler = scaler[i % 2];
+      const uint32_t pairs = row_scaler.pack(a[first], a[first + 1]) | row_scaler.pack(a[first + 4], a[first + 5])
+                                                                           << 16;
       words[i] = gather_pair(pairs & mask_of(rows, i % 2));
     }
     writer.write_packed_subtile(Pairs{this->a, this->columns / 2}, in_pairs(tile), row, column / 2, words);

@@ -1,4 +1,4 @@
-// Operands whose rows stand elsewhere: the producer warpgroup copies them, 16 bytes a thread (cp.async).
+// Gathered operands: the producer warpgroup copies their rows, 16 bytes per thread and copy (cp.async).
 #pragma once
 
 #include <cstdint>
@@ -10,44 +10,45 @@
 
 namespace anabranch::cuda::hopper {
 
-constexpr int kRowChunks = kSwizzleBytes / 16;  // of a row of a panel
+constexpr int kRowChunks = kSwizzleBytes / 16;  // per row of a panel
 
-// Rows that stand elsewhere: row r is row slots[r] / slots_per_row of a matrix of so many rows, and zero where that is
-// none of them; without slots row r itself. Places in the matrix are counted in chunks of 16 bytes.
+// Source of gathered rows: row r is row slots[r] / slots_per_row of a matrix with source_rows rows, or zero if that is
+// out of range. Without slots, row r is the matrix's row r. Positions in the matrix are counted in 16-byte chunks.
 struct GatherSource {
   const char* source;
   const int32_t* slots;  // [R], or nullptr
   Divisor slots_per_row;
   int32_t source_rows;
-  int32_t row_chunks;  // of all rows together fewer than 2^32 - 1
+  int32_t row_chunks;  // all rows together have fewer than 2^32 - 1
 
   static constexpr uint32_t kNowhere = 0xffffffffu;
 
   __device__ int32_t slot_of(int32_t row) const { return slots == nullptr ? row : slots[row]; }
 
-  // The first chunk of a slot's row.
+  // Returns the first chunk of the row of an assignment.
   __device__ uint32_t place_of(int32_t slot) const {
     const int32_t row = slots_per_row.quotient(slot);
-    const bool there = slot >= 0 && row < source_rows;
-    return there ? static_cast<uint32_t>(row) * static_cast<uint32_t>(row_chunks) : kNowhere;
+    const bool in_bounds = slot >= 0 && row < source_rows;
+    return in_bounds ? static_cast<uint32_t>(row) * static_cast<uint32_t>(row_chunks) : kNowhere;
   }
 
-  // A chunk of the row at `place`, zeros if it is not there, which reads nothing. from: the same chunk of row 0.
-  static __device__ __forceinline__ void copy_chunk(uint32_t to, const char* from, uint32_t place, bool there) {
-    copy_async_16(to, from + static_cast<uint64_t>(place) * 16, there && place != kNowhere);
+  // Copies a chunk of the row at `place`, or writes zeros without reading if it is out of bounds. from: the same chunk
+  // of row 0.
+  static __device__ __forceinline__ void copy_chunk(uint32_t to, const char* from, uint32_t place, bool in_bounds) {
+    copy_async_16(to, from + static_cast<uint64_t>(place) * 16, in_bounds && place != kNowhere);
   }
 };
 
-// An operand's Gather is one thread's part of copying the panels of a tile's k-blocks. copy() begins copies to the
-// panels at `to`; the caller lets its barrier wait for this thread's copies. What the copy engine brings needs none.
+// Gather is one thread's share of copying the panels of a tile's k-blocks. copy() starts the copies to the panels at
+// `to`; the caller makes its barrier wait for them. NoGather: the operand is loaded by TMA.
 struct NoGather {
   template <class Operand>
   __device__ NoGather(const Operand&, const Tile&) {}
   __device__ void copy(uint32_t, const Tile&, int) const {}
 };
 
-// Rows of a tile, a k-block of each. A warp copies 32 rows, 8 lanes a row: lane i rows i / 8 + 8 j and i / 8 + 4 + 8 j,
-// so that it changes but between two places of the swizzle.
+// Gathers the rows of a tile for K-major operands. A warp copies 32 rows with 8 lanes per row. Lane i copies rows i / 8
+// + 8 j and i / 8 + 4 + 8 j, so it needs only two swizzle patterns.
 template <int kRows>
 class RowGather {
  public:
@@ -61,21 +62,22 @@ class RowGather {
 
   __device__ void copy(uint32_t to, const Tile& tile, int k_block) const {
     const int32_t source_chunk = (tile.k + k_block * kBlockK) / 8 + chunk_;
-    const bool there = source_chunk < from_.row_chunks;
+    const bool in_bounds = source_chunk < from_.row_chunks;
     const char* from = from_.source + int64_t{source_chunk} * 16;
-    // Four rows on, the swizzle flips a digit of the chunk.
+    // Four rows further down, the swizzle flips one bit of the chunk index.
     const uint32_t firsts[] = {to + first_, to + (first_ ^ 4 * 16) + 4 * kSwizzleBytes};
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       GatherSource::copy_chunk(firsts[i / (kEach / 2)] + i % (kEach / 2) * kRowStep * kSwizzleBytes, from, places_[i],
-                               there);
+                               in_bounds);
     }
   }
 
  private:
-  static constexpr int kEach = 8;     // rows of a lane
-  static constexpr int kRowStep = 8;  // the swizzle's period
-  static_assert(kRows == 4 * kWarp && kWarp / kRowChunks * kEach == kWarp, "a lane of the warpgroup finds one row");
+  static constexpr int kEach = 8;     // rows per lane
+  static constexpr int kRowStep = 8;  // period of the swizzle
+  static_assert(kRows == 4 * kWarp && kWarp / kRowChunks * kEach == kWarp,
+                "each lane of the warpgroup looks up one row");
 
   static __device__ int first_row() { return warp_index() % 4 * kWarp; }
   static __device__ int row_of(int i) {
@@ -83,22 +85,22 @@ class RowGather {
   }
 
   const GatherSource& from_;
-  int chunk_;       // of every row
-  uint32_t first_;  // where the first row's goes, from `to` on
+  int chunk_;       // in every row
+  uint32_t first_;  // offset of the first row's chunk from `to`
   uint32_t places_[kEach];
 };
 
-// The rows that are a k-block, kCount columns of each, which are rows or columns of the tile. A warp copies 16 rows, 8
-// lanes a row and panel.
+// Gathers rows as the k dimension (MN-major operands): a k-block of rows with kCount columns each, which are rows or
+// columns of the tile. A warp copies 16 rows, with 8 lanes per row and panel.
 template <Side kSide, int kCount>
 class KGather {
  public:
   __device__ KGather(const GatherSource& from, const Tile& tile) : from_(from) { next_slot_ = find(tile, 0); }
 
-  // K-blocks in order.
+  // Must be called for consecutive k-blocks.
   __device__ void copy(uint32_t to, const Tile& tile, int k_block) {
     const uint32_t own_place = from_.place_of(next_slot_);
-    next_slot_ = find(tile, k_block + 1);  // it has arrived when the next k-block begins
+    next_slot_ = find(tile, k_block + 1);  // the load completes by the next k-block
     const int chunk = lane_index() % kRowChunks;
     const int32_t source_chunk = first_of<kSide>(tile) / 8 + chunk;
     const char* from = from_.source + int64_t{source_chunk} * 16;
@@ -120,7 +122,7 @@ class KGather {
 
   static __device__ int first_k() { return warp_index() % 4 * kWarpK; }
 
-  // The slot of the row that a lane knows; -1: none.
+  // The assignment of the row that this lane looks up; -1: none.
   __device__ int32_t find(const Tile& tile, int k_block) const {
     const int32_t k = tile.k + k_block * kBlockK + first_k() + lane_index() % kWarpK;
     return k < tile.end_k ? from_.slots[k] : -1;

@@ -1,11 +1,11 @@
-// How the columns of a hidden row stand: what of the weights' layouts kernels are built for.
+// Column layouts of intermediate rows that kernels are instantiated for.
 #pragma once
 
 #include "experts/check.h"
 
 namespace anabranch::cuda::hopper {
 
-// Of ungated experts; gate's and up's side by side; alternating.
+// plain: ungated. gated: gate and up in two parts. interleaved: gate and up columns alternate.
 enum class HiddenColumns { plain, gated, interleaved };
 
 constexpr int parts_of(HiddenColumns columns) { return columns == HiddenColumns::plain ? 1 : 2; }

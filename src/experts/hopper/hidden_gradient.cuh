@@ -1,4 +1,4 @@
-// Launches the gradient of the hidden rows, d_y W_out^T with the activation's derivative in its epilogue.
+// Launches the gradient of the intermediate rows: d_y W_out^T, with the activation's derivative in the epilogue.
 #pragma once
 
 #include <type_traits>
@@ -23,7 +23,7 @@ inline ab_status prepare_hidden_gradient_weights(const HiddenGradient& g, Weight
   return make_matrices_map("w_out", g.w_out.data, g.w_out.dtype, s.E, s.D, s.F, kPanel, kPanel, &weights->map);
 }
 
-// All of it but the quantiser.
+// Sets all fields but the quantiser.
 template <class Element, HiddenColumns kHidden, bool kShuffled, class Quantizer>
 void prepare_epilogue(const HiddenGradient& g, HiddenGradientEpilogue<Element, kHidden, kShuffled, Quantizer>* out) {
   out->h = static_cast<const Element*>(g.h.data);
@@ -49,13 +49,13 @@ ab_status launch_hidden_gradient(const HiddenGradient& g, int multiprocessors, c
   product.tiles = {groups_of(g.group_sizes, s.E, s.R), static_cast<int32_t>(s.D),
                    static_cast<int32_t>(ceil_div(s.F, Shape::kColumns)), g.skips_rest};
   const int64_t tiles = most_row_tiles(s.R, s.E, Shape::kRows) * product.tiles.column_tiles;
-  return launch_product("hidden gradient", product, tiles, multiprocessors, stream);
+  return launch_product("intermediate gradient", product, tiles, multiprocessors, stream);
 }
 
-// For other layouts than ours kernels always gather; of rows that stand in their order, in that.
+// Layouts other than the default one have gathering kernels only; these read ungathered rows through the identity map.
 template <HiddenColumns kHidden, Major kMajor>
 ab_status launch_hidden_gradient(const HiddenGradient& g, TileChoice tile, int multiprocessors, cudaStream_t stream) {
-  constexpr bool kIsOurs = kHidden != HiddenColumns::interleaved && kMajor == Major::k;
+  constexpr bool kIsDefaultLayout = kHidden != HiddenColumns::interleaved && kMajor == Major::k;
   const auto with_operand = [&]<class OperandA, class Element>() {
     return tile == TileChoice::k128x256
                ? launch_hidden_gradient<InPairs<Tile128x256>, Element, OperandA, kHidden, kMajor>(g, multiprocessors,
@@ -64,7 +64,7 @@ ab_status launch_hidden_gradient(const HiddenGradient& g, TileChoice tile, int m
                                                                                                   stream);
   };
   const auto with_element = [&]<class Element>(Element) {
-    if constexpr (kIsOurs) {
+    if constexpr (kIsDefaultLayout) {
       if (!g.map.by_slot) return with_operand.template operator()<RowOperand, Element>();
     }
     return with_operand.template operator()<GatheredRowOperand, Element>();

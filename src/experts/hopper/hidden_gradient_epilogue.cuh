@@ -1,13 +1,13 @@
-// The epilogue of the product da' = d_y W_out^T: reads h and writes, with w the row's weight,
+// Epilogue of da' = d_y W_out^T. Reads h and writes, for a row of weight w,
 //
-//     a = phi(h_gate, h_up), or act(h) of ungated experts;   w a;   dh = phi'(h) w da';   dots = <da', a>
+//     a = phi(h_gate, h_up), or act(h) for ungated experts;   w a;   dh = phi'(h) w da';   partial sums of <da', a>
 //
-// Of every 32 columns of the tile, a block, a lane has 8 neighbours of 2 rows: it reads and writes whole 16-byte chunks
-// of its own. For that the columns of W_out come shuffled (ShuffledWeightOperand), or, if they can't, the lanes
-// exchange their accumulators. A lane's chunks of h come through shared memory, in the place of the subtiles, two
-// blocks ahead of the one it works on:
+// In every block of 32 columns, a lane holds 8 adjacent columns of 2 rows, so it reads and writes whole 16-byte chunks.
+// The columns of W_out are loaded in shuffled order for this (ShuffledWeightOperand). Where they cannot be, the lanes
+// exchange their accumulators. A lane's chunks of h are prefetched to shared memory, two blocks ahead. They take the
+// place of the subtile buffers:
 //
-//   [kPrefetchedBlocks][2 rows][kParts][32 lanes] of 16 bytes for each warp
+//   [kPrefetchedBlocks][2 rows][kParts][32 lanes] of 16 bytes per warp
 #pragma once
 
 #include "core/cuda/copy_groups.cuh"
@@ -23,37 +23,37 @@
 
 namespace anabranch::cuda::hopper {
 
-// kShuffled: the columns of W_out are. Quantizer: of dh, where it is wanted with 8 bits too.
-template <class Element, HiddenColumns kHidden, bool kShuffled, class Quantizer = QuantizesNothing>
+// kShuffled: W_out is loaded in shuffled column order. Quantizer: quantises dh if FP8 gradients are requested.
+template <class Element, HiddenColumns kHidden, bool kShuffled, class Quantizer = NoQuantizer>
 struct HiddenGradientEpilogue {
   static constexpr int kParts = parts_of(kHidden);
   static constexpr bool kInterleaved = kHidden == HiddenColumns::interleaved;
 
   const Element* h;     // [R, kParts, F], or [R, F, 2]
-  Element* dh;          // the same, may be h itself; or nullptr
+  Element* dh;          // same shape; may alias h; or nullptr
   Element* weighted_a;  // [R, F], or nullptr
-  float* dots;          // [columns of tiles, R]: each tile's part; or nullptr
+  float* dots;          // [column tiles, R]: partial sum of <da', a> per tile; or nullptr
   RowWeights weights;
   int32_t columns;  // F
   int32_t R;
   Activation activation;
-  Quantizer quantizer;  // takes room even if empty: host and device disagree on [[no_unique_address]]
+  Quantizer quantizer;  // occupies space even if empty: host and device disagree on [[no_unique_address]]
 
   template <class Shape>
   static constexpr bool kTakesRegisters = !kShuffled;
   static constexpr bool kTakesPosition = !kShuffled;
-  static constexpr bool kKeeps = false;
+  static constexpr bool kDefersStores = false;
 
   __device__ void prefetch_maps() const {}
 
-  // The weights of a warp's rows: slots are read before the products begin, weights during the last ones.
+  // Weights of a warp's rows. Assignments are read before the main loop, weights during its last MMAs.
   template <class Shape>
   struct Prefetched {
     RowSlots slots[Shape::kWarpgroupPanels];
     RowPair rows[Shape::kWarpgroupPanels];
   };
 
-  // Starts to read the first blocks of h, and the slots of all panels.
+  // Starts to read the first blocks of h and the assignments of all panels.
   template <class Shape>
   __device__ Prefetched<Shape> begin_prefetch(const SubtileWriter& writer, const Tile& tile, int row) const {
     begin_panel(writer, tile, row);
@@ -77,8 +77,9 @@ struct HiddenGradientEpilogue {
   __device__ void write(SubtileWriter& writer, const Tile& tile, int row, int panel, float (&acc)[Shape::kColumns / 2],
                         const Prefetched<Shape>& prefetched) const {
     static_assert(Shape::kWarpgroupPanels == 1 || Shape::kTileWarpgroups == 1,
-                  "a warpgroup with several panels has the tile alone");
-    if constexpr (!kShuffled) row = __shfl_sync(kAllLanes, row, 0);  // known to be the warp's, it takes no registers
+                  "a warpgroup with several panels must not share its tile");
+    if constexpr (!kShuffled)
+      row = __shfl_sync(kAllLanes, row, 0);  // known to be warp-uniform, it takes no register per lane
     if (tile.row + row < tile.end_row) {
       with_common_formula(activation, [&]<Formula kFormula>() {
         write_differentiated<Shape, kFormula>(writer, tile, row, acc, prefetched.rows[panel]);
@@ -88,7 +89,7 @@ struct HiddenGradientEpilogue {
     if (Shape::kWarpgroupPanels > 1 && row + kPanel < Shape::kRows) begin_panel(writer, tile, row + kPanel);
   }
 
-  // Rows past the groups.
+  // Writes zeros to the rows after the groups.
   template <class Shape>
   __device__ void write_zeros(SubtileWriter&, const Tile& tile, int row) const {
     wait_for_copies<0>();
@@ -97,11 +98,11 @@ struct HiddenGradientEpilogue {
 #pragma unroll 1
     for (int column = 0; column < Shape::kColumns; column += kBlock) {
       for (int half = 0; half < 2; ++half) {
-        const bool there = places.reach(half, column);
+        const bool in_bounds = places.reach(half, column);
         for (int chunk = 0; chunk < kParts; ++chunk) {
-          Eight::from(kZeros).store_if(there && dh != nullptr, dh + places.of_h(half, chunk, column));
+          Eight::from(kZeros).store_if(in_bounds && dh != nullptr, dh + places.h_offset(half, chunk, column));
         }
-        Eight::from(kZeros).store_if(there && weighted_a != nullptr, weighted_a + places.of_a(half, column));
+        Eight::from(kZeros).store_if(in_bounds && weighted_a != nullptr, weighted_a + places.a_offset(half, column));
       }
     }
     if constexpr (kQuantizes) {
@@ -118,31 +119,31 @@ struct HiddenGradientEpilogue {
  private:
   using Eight = Vector<Element, 8>;
 
-  static constexpr bool kQuantizes = !std::is_same_v<Quantizer, QuantizesNothing>;
-  static constexpr int kScaled = 128;  // columns that are quantised together
+  static constexpr bool kQuantizes = !std::is_same_v<Quantizer, NoQuantizer>;
+  static constexpr int kScaled = 128;  // columns that share a scale
 
-  static constexpr int kBlock = 32;            // columns that the lanes of a row have 8 each of
-  static constexpr int kPrefetchedBlocks = 2;  // blocks
+  static constexpr int kBlock = 32;  // 8 columns per lane
+  static constexpr int kPrefetchedBlocks = 2;
   static constexpr int kBlockBytes = 2 * 2 * kWarp * 16;
   static_assert(kPrefetchedBlocks * kBlockBytes <= kSubtileBuffers * kSubtileBytes,
                 "prefetched blocks of h fit the subtile buffers");
 
-  // h of a block: of gate and up a chunk each, or of the first and of the last 4 columns.
+  // One block of h: a chunk each of gate and up, or (interleaved) the first and the last 4 column pairs.
   struct Hidden {
     Eight h[2][kParts];  // rows i / 4 and i / 4 + 8
 
-    // Of two columns the gates and the ups, or gate and up of one and of the other.
+    // Returns the gates or the ups of two columns; interleaved: gate and up of one of the two columns.
     __device__ __forceinline__ uint32_t word(int half, int i, int pair) const {
       return kInterleaved ? h[half][pair / 2].word(pair % 2 * 2 + i) : h[half][i].word(pair);
     }
   };
 
-  // Where a lane's first columns stand, of each of its two rows.
+  // Positions of the lane's first column in its two rows.
   struct Places {
     const HiddenGradientEpilogue& out;
     int64_t first;            // element of the upper row in [R, F]
-    int32_t column;           // of the lane's first one
-    int32_t columns_left[2];  // none for a row that is not the expert's
+    int32_t column;           // first column of the lane
+    int32_t columns_left[2];  // 0 for rows after the expert's rows
 
     __device__ Places(const HiddenGradientEpilogue& epilogue, const Tile& tile, int row)
         : out(epilogue),
@@ -154,20 +155,20 @@ struct HiddenGradientEpilogue {
       }
     }
 
-    // Whether there are columns so many on.
+    // Whether the column `after` columns further is in bounds.
     __device__ bool reach(int half, int after) const { return after < columns_left[half]; }
 
-    // Elements of [R, F], and of a chunk of h.
-    __device__ int64_t of_a(int half, int after) const {
+    // Element offsets in [R, F] and in h.
+    __device__ int64_t a_offset(int half, int after) const {
       return first + half * 8 * int64_t{out.columns} + column + after;
     }
-    __device__ int64_t of_h(int half, int chunk, int after) const {
+    __device__ int64_t h_offset(int half, int chunk, int after) const {
       const int64_t row = kParts * (first + half * 8 * int64_t{out.columns});
       if constexpr (kInterleaved) return row + 2 * (column + after) + chunk * 8;
       return row + chunk * int64_t{out.columns} + column + after;
     }
 
-    // Places are found anew from here on: kept, all of them would take more registers than there are.
+    // Forces the compiler to recompute addresses: holding all of them would exceed the registers.
     __device__ __forceinline__ void forget() { asm volatile("" : "+l"(first)); }
   };
 
@@ -175,9 +176,9 @@ struct HiddenGradientEpilogue {
     return tile.row + row + half * 8 + lane_index() / 4;
   }
 
-  // A lane's chunk in its warp's memory.
+  // Address of a lane's chunk in its warp's prefetch buffer.
   static __device__ __forceinline__ uint32_t chunk_of(const SubtileWriter& writer, int block, int half, int chunk) {
-    const uint32_t first = writer.subtiles() + static_cast<uint32_t>(lane_index()) * 16;  // the rest is constant
+    const uint32_t first = writer.subtiles() + static_cast<uint32_t>(lane_index()) * 16;  // everything else is constant
     return first + block % kPrefetchedBlocks * kBlockBytes + (half * kParts + chunk) * kWarp * 16;
   }
 
@@ -187,15 +188,15 @@ struct HiddenGradientEpilogue {
     for (int block = 0; block < kPrefetchedBlocks; ++block) read(writer, places, block);
   }
 
-  // Zeros where there is nothing to read.
+  // Starts to copy one block of h. Writes zeros out of bounds.
   __device__ __forceinline__ void read(const SubtileWriter& writer, const Places& places, int block) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const bool there = places.reach(half, block * kBlock);
+      const bool in_bounds = places.reach(half, block * kBlock);
 #pragma unroll
       for (int chunk = 0; chunk < kParts; ++chunk) {
-        const Element* from = h + (there ? places.of_h(half, chunk, block * kBlock) : 0);
-        copy_async_16(chunk_of(writer, block, half, chunk), from, there);
+        const Element* from = h + (in_bounds ? places.h_offset(half, chunk, block * kBlock) : 0);
+        copy_async_16(chunk_of(writer, block, half, chunk), from, in_bounds);
       }
     }
     end_copy_group();
@@ -227,7 +228,7 @@ struct HiddenGradientEpilogue {
       float da[kBlock / 2];
 #pragma unroll
       for (int i = 0; i < kBlock / 2; ++i) da[i] = acc[block * kBlock / 2 + i];
-      if constexpr (!kShuffled) take_neighbours(da);
+      if constexpr (!kShuffled) transpose_quad(da);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (places.reach(half, block * kBlock)) {
@@ -245,12 +246,12 @@ struct HiddenGradientEpilogue {
     if (dots != nullptr) write_dots<Shape>(tile, row, dot, rows.real);
   }
 
-  // Of 8 columns of a row. acc: 4 neighbouring pairs of columns, 4 apart.
+  // Computes and stores 8 columns of a row. acc: 4 pairs of adjacent columns, at a stride of 4.
   template <Formula kFormula>
   __device__ __forceinline__ void write_eight(const Places& places, int half, int column, const float* acc,
-                                              const Hidden& now, const RowPair& rows, float& dot, float* kept) const {
+                                              const Hidden& now, const RowPair& rows, float& dot, float* saved) const {
     const float weight = rows.weight[half];
-    uint32_t in[2 + kParts][kPairs];   // da' of the first columns and of the second ones, h
+    uint32_t in[2 + kParts][kPairs];   // da' of the first and of the second column of each pair, then h
     uint32_t out[kParts + 1][kPairs];  // dh, w a
 #pragma unroll
     for (int pair = 0; pair < kPairs; ++pair) {
@@ -260,13 +261,15 @@ struct HiddenGradientEpilogue {
       for (int i = 0; i < kParts; ++i) in[2 + i][pair] = now.word(half, i, pair);
     }
     for_column_pairs<kFormula == Formula::any>(
-        in, out, [&](const uint32_t (&of)[2 + kParts], uint32_t (&result)[kParts + 1]) {
+        in, out, [&](const uint32_t (&words)[2 + kParts], uint32_t (&result)[kParts + 1]) {
           Differentiated at[2];
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            const float gate = kInterleaved ? half_of(of[2 + i], 0) : half_of(of[2], i);
-            const float up = kInterleaved ? half_of(of[2 + i], 1) : kParts == 2 ? half_of(of[1 + kParts], i) : 1.0f;
-            at[i] = differentiate<kFormula>(float_from_bits(of[i]), weight, gate, up, dot);
+            const float gate = kInterleaved ? half_of(words[2 + i], 0) : half_of(words[2], i);
+            const float up = kInterleaved  ? half_of(words[2 + i], 1)
+                             : kParts == 2 ? half_of(words[1 + kParts], i)
+                                           : 1.0f;
+            at[i] = differentiate<kFormula>(float_from_bits(words[i]), weight, gate, up, dot);
           }
           if constexpr (kInterleaved) {
 #pragma unroll
@@ -277,7 +280,7 @@ struct HiddenGradientEpilogue {
           }
           result[kParts] = pack<Element>(at[0].weighted_a, at[1].weighted_a);
         });
-    quantizer.keep(kept, half, rows.real[half], [&](int part, int i) {
+    quantizer.save(saved, half, rows.real[half], [&](int part, int i) {
       if constexpr (!kInterleaved) return out[part][i];
       return __byte_perm(out[0][i], out[1][i], part == 0 ? 0x5410 : 0x7632);
     });
@@ -286,18 +289,20 @@ struct HiddenGradientEpilogue {
       uint32_t words[kPairs];
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) words[i] = kInterleaved ? out[i % 2][chunk * 2 + i / 2] : out[chunk][i];
-      Eight::of_words(words).or_zeros(rows.real[half]).store_if(dh != nullptr, dh + places.of_h(half, chunk, column));
+      Eight::of_words(words)
+          .or_zeros(rows.real[half])
+          .store_if(dh != nullptr, dh + places.h_offset(half, chunk, column));
     }
     Eight::of_words(out[kParts])
         .or_zeros(rows.real[half])
-        .store_if(weighted_a != nullptr, weighted_a + places.of_a(half, column));
+        .store_if(weighted_a != nullptr, weighted_a + places.a_offset(half, column));
   }
 
   static __device__ __forceinline__ float half_of(uint32_t word, int i) {
     return i == 0 ? low_half<Element>(word) : high_half<Element>(word);
   }
 
-  // Of one column.
+  // Results for one column.
   struct Differentiated {
     float d_gate;
     float d_up;
@@ -312,7 +317,7 @@ struct HiddenGradientEpilogue {
     return {weighted * at.by_gate, weighted * at.by_up, weight * at.value};
   }
 
-  // Of the columns of this tile.
+  // Writes the partial sums of <da', a> over this tile's columns.
   template <class Shape>
   __device__ void write_dots(const Tile& tile, int row, const float (&dot)[2], const bool (&real)[2]) const {
 #pragma unroll

@@ -1,10 +1,10 @@
-// The grouped product: a persistent block a multiprocessor; one producer warpgroup that schedules tiles and loads, two
-// consumer warpgroups that multiply and run the epilogue.
+// Grouped GEMM for Hopper. One persistent CTA per SM: 1 producer warpgroup, 2 consumer warpgroups.
 //
-//   warpgroup 0, warp 0   starts the loads of the copy engine (TMA)
-//                warp 1   runs the tile scheduler and puts the block's tiles into the queue
-//                (all)    if an operand is gathered, copies it
-//   warpgroups 1, 2       take tiles from the queue (both the same one, or in turn: Schedule), multiply, store
+//   producer   warp 0       issues TMA loads
+//              warp 1       runs the tile scheduler, fills the tile queue
+//              all 4 warps  copy gathered rows (cp.async), if an operand is gathered
+//   consumers               take tiles from the queue, issue wgmma, run the epilogue
+//                           cooperative: both work on one tile; ping-pong: one tile each, alternating
 #pragma once
 
 #include "core/cuda/launch.h"
@@ -17,17 +17,18 @@
 
 namespace anabranch::cuda::hopper {
 
-// What a product is made of. Scheduler: which tiles there are, made of Tiles (cuda/tiles/). Epilogue: what becomes of
-// the accumulators. Each warp has 16 rows of every panel and calls
-//   begin_prefetch(writer, tile, row)                 once a tile, before it multiplies, with its row of the first
-//                                                     panel: starts to read what write() will need
-//   finish_prefetch(prefetched)                       while its last products run, if its warpgroup has rows: to read
-//                                                     what begin_prefetch() has found the place of
-//   write(writer, tile, row, panel, acc, prefetched)  panel after panel, with what begin_prefetch() gave
-//   write_zeros(writer, tile, row)                    instead, for a tile without k-blocks
-// If it has 16-bit results and kKeeps, it may instead of write() be told to
-//   keep(late, tile, row, acc)                        them (LateSubtiles), and while products of the next tile run
-//   write_kept(writer, tile, row, column, words)      a subtile after the other, or nothing where there is no column
+// The types and arguments of a GEMM. Scheduler: lists the tiles, constructed from Tiles (cuda/ops/tiles/). Epilogue:
+// consumes the accumulators. Each warp owns 16 rows of every panel and calls
+//   begin_prefetch(writer, tile, row)                 once per tile, before the main loop, with the warp's row in the
+//                                                     first panel: starts to read what write() will need
+//   finish_prefetch(prefetched)                       during the last MMAs, if the warpgroup has rows: reads
+//                                                     what depends on the loads of begin_prefetch()
+//   write(writer, tile, row, panel, acc, prefetched)  once per panel, with the result of begin_prefetch()
+//   write_zeros(writer, tile, row)                    instead of write(), for tiles without k-blocks
+// Epilogues with 16-bit results and kDefersStores support deferred stores. Instead of write(), the warp calls
+//   defer(late, tile, row, acc)                       to pack the results (LateSubtiles)
+//   write_deferred(writer, tile, row, column, words)  once per subtile during the next tile's main loop;
+//                                                     ignores columns out of bounds
 template <class Shape_, class Element_, class OperandA_, class OperandB_, class Tiles_, class Scheduler_,
           class Epilogue_>
 struct Product {
@@ -51,7 +52,7 @@ struct alignas(1024) SharedMemory {
   alignas(1024) char subtiles[Shape::kConsumers * 4][kSubtileBuffers * kSubtileBytes];
   TileQueue queue;
   LatePlace late[Shape::kConsumers * 4];
-  int32_t positions[Shape::kConsumers * 4];  // among the tiles, of consumer warps that have no register for it
+  int32_t positions[Shape::kConsumers * 4];  // tile index per consumer warp, if it has no register for it
 };
 
 template <class P>
@@ -61,8 +62,8 @@ class GroupedProduct {
   using OperandB = typename P::OperandB;
   static constexpr bool kGathers = OperandA::kGathered || OperandB::kGathered;
   static constexpr int kGatherers = kGathers ? 4 : 0;  // warps
-  // Tiles in turn hide what they store anyway, and sums of scaled products leave no registers.
-  static constexpr bool kKeeps = P::Epilogue::kKeeps && Shape::kTilesInFlight == 1 && !OperandA::kScaled;
+  // Ping-pong already overlaps stores with MMA, and the FP8 main loop has no registers left for deferred stores.
+  static constexpr bool kDefersStores = P::Epilogue::kDefersStores && Shape::kTilesInFlight == 1 && !OperandA::kScaled;
 
  public:
   __device__ GroupedProduct(const P& product, SharedMemory<Shape>& shared) : p_(product), shared_(shared) {}
@@ -90,16 +91,17 @@ class GroupedProduct {
       take_registers<kConsumerRegisters>();
       consume(warpgroup - 1);
     }
-    if (Shape::kBlocks > 1) sync_cluster<Shape::kBlocks>();  // others may still arrive at this block's barriers
+    if (Shape::kBlocks > 1) sync_cluster<Shape::kBlocks>();  // other CTAs may still arrive at this CTA's barriers
   }
 
  private:
-  // Of a thread. At the start each has 65536 / kThreads of them, rounded down to a multiple of 8. Gathering takes more.
+  // Registers per thread after setmaxnreg. Every thread starts with 65536 / kThreads, rounded down to a multiple of 8.
+  // FP8 producers get 56, and so do gathering ones unless the epilogue needs the registers; others get 40.
   static constexpr bool kProducerTakesMore = kGathers && !P::Epilogue::template kTakesRegisters<Shape>;
   static constexpr int kProducerRegisters = OperandA::kScaled || kProducerTakesMore ? 56 : 40;
   static constexpr int kConsumerRegisters = OperandA::kScaled || kProducerTakesMore ? 224 : 232;
   static_assert(kProducerRegisters + Shape::kConsumers * kConsumerRegisters <= 65536 / Shape::kThreads / 8 * 8 * 3,
-                "more registers than a multiprocessor has");
+                "the warpgroups may not take more registers than the kernel starts with");
 
   __device__ void schedule_tiles() {
     typename P::Scheduler scheduler(p_.tiles);
@@ -117,28 +119,28 @@ class GroupedProduct {
     let_next_kernel_start();
   }
 
-  // leads: the warp starts the loads of the copy engine.
-  __device__ void load_tiles(bool leads) {
+  // is_leader: this warp issues the TMA loads.
+  __device__ void load_tiles(bool is_leader) {
     for (int n = 0;; ++n) {
       const Tile tile = shared_.queue.get(n);
       if (tile.expert == kNoTile) return;
-      load_k_blocks(shared_.ring, p_.a, p_.b, tile, leads);
+      load_k_blocks(shared_.ring, p_.a, p_.b, tile, is_leader);
     }
   }
 
   __device__ void consume(int warpgroup) {
     const int first_tile = Shape::kTilesInFlight == 1 ? 0 : warpgroup;
-    SubtileWriter writer(shared_.subtiles[consumer_warp_anew()]);
+    SubtileWriter writer(shared_.subtiles[reload_consumer_warp()]);
     constexpr bool kInRegister = !P::Epilogue::kTakesPosition && !OperandA::kScaled;
     int position = first_tile;
-    LateSubtiles<kKeeps ? Shape::kColumns / kKeptColumns : 0> late;
+    LateSubtiles<kDefersStores ? Shape::kColumns / kDeferredColumns : 0> late;
     const auto write_next = [&] {
-      if constexpr (kKeeps) {
-        late.template write_next<kKeptColumns>(p_.epilogue, writer, shared_.late[consumer_warp_anew()]);
+      if constexpr (kDefersStores) {
+        late.template write_next<kDeferredColumns>(p_.epilogue, writer, shared_.late[reload_consumer_warp()]);
       }
     };
-    const auto write_rest = [&] {
-      while (late.are_left()) write_next();
+    const auto write_remaining = [&] {
+      while (late.any_left()) write_next();
     };
     if (!kInRegister) {
       position_in_memory() = first_tile;
@@ -149,7 +151,7 @@ class GroupedProduct {
       if constexpr (!kInRegister) n = position_in_memory();
       Tile tile = OperandA::kScaled ? shared_.queue.peek(n) : shared_.queue.get(n);
       if (tile.expert == kNoTile) break;
-      const int thread = thread_index_anew();
+      const int thread = reload_thread_index();
       const int member = Shape::kTilesInFlight == 1 ? thread / kWarpgroup - 1 : 0;
       int first_row = member * Shape::kWarpgroupRows + thread / kWarp % 4 * kSubtileRows;
       float acc[Shape::kWarpgroupPanels][Shape::kColumns / 2];
@@ -158,26 +160,26 @@ class GroupedProduct {
       if (tile.k_blocks > 0) {
         multiply(n, tile, member, acc, write_next, [&] {
           p_.epilogue.template finish_prefetch<Shape>(prefetched);
-          write_rest();
+          write_remaining();
         });
       } else {
         shared_.ring.end_mainloop(n);
       }
       if constexpr (OperandA::kScaled) {
-        // Found anew rather than kept: accumulators of two kinds leave no registers.
+        // Read the tile again: two sets of accumulators leave no registers to hold it.
         tile = shared_.queue.get(position_in_memory());
-        first_row = consumer_warp_anew() * kSubtileRows;
-        writer = SubtileWriter::anew(shared_.subtiles[consumer_warp_anew()]);
+        first_row = reload_consumer_warp() * kSubtileRows;
+        writer = SubtileWriter::reopen(shared_.subtiles[reload_consumer_warp()]);
       }
 #pragma unroll
       for (int panel = 0; panel < Shape::kWarpgroupPanels; ++panel) {
         const int row = first_row + panel * kPanel;
         if (tile.k_blocks > 0) {
-          if constexpr (!kKeeps) {
+          if constexpr (!kDefersStores) {
             p_.epilogue.template write<Shape>(writer, tile, row, panel, acc[panel], prefetched);
           } else if (tile.row + row < tile.end_row) {
-            late.begin(tile, row, shared_.late[consumer_warp_anew()]);
-            p_.epilogue.keep(late, tile, row, acc[panel]);
+            late.begin(tile, row, shared_.late[reload_consumer_warp()]);
+            p_.epilogue.defer(late, tile, row, acc[panel]);
           }
         } else {
           p_.epilogue.template write_zeros<Shape>(writer, tile, row);
@@ -192,22 +194,22 @@ class GroupedProduct {
         __syncwarp();
       }
     }
-    write_rest();
+    write_remaining();
     writer.finish();
   }
 
-  // Which threadIdx.x would be kept in a register for: accumulators take them all.
-  static __device__ int thread_index_anew() {
+  // Reads %tid.x again. threadIdx.x would occupy a register, and the accumulators need them all.
+  static __device__ int reload_thread_index() {
     int index;
     asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
     return index;
   }
 
-  static constexpr int kKeptColumns = kSubtileColumns<typename P::Element>;
-  static __device__ int consumer_warp_anew() { return thread_index_anew() / kWarp - kWarpgroup / kWarp; }
-  __device__ volatile int32_t& position_in_memory() { return shared_.positions[consumer_warp_anew()]; }
+  static constexpr int kDeferredColumns = kSubtileColumns<typename P::Element>;
+  static __device__ int reload_consumer_warp() { return reload_thread_index() / kWarp - kWarpgroup / kWarp; }
+  __device__ volatile int32_t& position_in_memory() { return shared_.positions[reload_consumer_warp()]; }
 
-  // Only panels that have rows of the expert.
+  // Multiplies only the panels that contain rows of the expert.
   template <class During, class DuringLast>
   __device__ __forceinline__ void multiply(int n, const Tile& tile, int member,
                                            float (&acc)[Shape::kWarpgroupPanels][Shape::kColumns / 2],

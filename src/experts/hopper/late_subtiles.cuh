@@ -1,28 +1,28 @@
-// Results that are stored while the products of the next tile run.
+// Deferred stores: results that are stored during the main loop of the next tile.
 //
-// Where both warpgroups work on one tile, nothing multiplies while they store it, and the way to memory takes longer
-// than rounding. So an epilogue may keep its subtiles in registers, packed to 16 bits, of which the main loop of the
-// next tile stores one after each k-block's products have begun.
+// With cooperative consumers nothing issues MMAs while the warpgroups store their tile, and storing takes longer than
+// rounding. So an epilogue may hold its subtiles in registers, packed to 16 bits. The main loop of the next tile stores
+// one subtile after it has issued the MMAs of each k-block.
 #pragma once
 
 #include "experts/hopper/subtile_writer.cuh"
 
 namespace anabranch::cuda::hopper {
 
-// Where a warp's subtiles go, in shared memory: accumulators and subtiles leave no registers for it.
+// Destination of a warp's subtiles, in shared memory: accumulators and subtiles take all registers.
 struct LatePlace {
   int32_t row;
   int32_t end_row;
   int32_t column;
 };
 
-// The kCount subtiles that a warp has of a tile. Its lanes use it together.
+// The kCount subtiles of one warp and tile. All lanes call the methods together.
 template <int kCount_>
 class LateSubtiles {
  public:
   static constexpr int kCount = kCount_;
 
-  // place: the warp's.
+  // place: the warp's entry in shared memory.
   __device__ __forceinline__ void begin(const Tile& tile, int row, volatile LatePlace& place) {
     __syncwarp();
     if (lane_index() == 0) {
@@ -35,9 +35,9 @@ class LateSubtiles {
   }
   __device__ __forceinline__ SubtileWords& words(int subtile) { return words_[subtile]; }
 
-  __device__ __forceinline__ bool are_left() const { return next_ < kCount; }
+  __device__ __forceinline__ bool any_left() const { return next_ < kCount; }
 
-  // If one is left, by epilogue.write_kept(writer, tile, row, column, words).
+  // Writes the next subtile, if any, by epilogue.write_deferred(writer, tile, row, column, words).
   template <int kColumns, class Epilogue>
   __device__ __forceinline__ void write_next(const Epilogue& epilogue, SubtileWriter& writer,
                                              const volatile LatePlace& place) {
@@ -49,7 +49,7 @@ class LateSubtiles {
         tile.row = place.row;
         tile.end_row = place.end_row;
         tile.column = place.column;
-        epilogue.write_kept(writer, tile, 0, i * kColumns, words_[i]);
+        epilogue.write_deferred(writer, tile, 0, i * kColumns, words_[i]);
         next_ = i + 1;
       }
     }

@@ -1,4 +1,4 @@
-// Launches grouped products.
+// Launches grouped GEMMs.
 #pragma once
 
 #include <algorithm>
@@ -7,12 +7,12 @@
 
 namespace anabranch::cuda::hopper {
 
-// tiles: at most so many there are.
+// tiles: upper bound on their number.
 template <class P>
 ab_status launch_product(const char* name, const P& product, int64_t tiles, int multiprocessors, cudaStream_t stream,
                          bool overlaps_previous = true) {
   using Shape = typename P::Shape;
-  static_assert(sizeof(SharedMemory<Shape>) <= 227 << 10, "more shared memory than a block can have");
+  static_assert(sizeof(SharedMemory<Shape>) <= 227 << 10, "a CTA has at most 227 KiB of shared memory");
   const int64_t clusters = std::min<int64_t>(tiles, std::max(multiprocessors / Shape::kBlocks, 1));
   return launch(name, grouped_product<P>,
                 {clusters * Shape::kBlocks, Shape::kThreads, sizeof(SharedMemory<Shape>), stream, overlaps_previous,

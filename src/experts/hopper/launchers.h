@@ -1,5 +1,5 @@
-// The launchers of the kernels, for products.cu, which chooses among them. Each is a template that is instantiated in
-// files of its own, made by CMake (cmake/hopper.cmake), so that kernels compile side by side.
+// Kernel launchers, which products.cu chooses from. CMake (cmake/hopper.cmake) generates one source file per group of
+// instantiations, so that kernels compile in parallel.
 #pragma once
 
 #include "core/cuda/wgmma.cuh"
@@ -10,8 +10,8 @@
 
 namespace anabranch::cuda::hopper {
 
-// kMajorB: how weights are stored, as W_in [E, D, columns] or transposed, W_out [E, F, D], which these products take
-// transposed, or [E, D, F].
+// kMajorB: major axis of the weights. launch_up: mn for W_in [E, D, columns] as stored, k if transposed.
+// launch_hidden_gradient multiplies by W_out^T: k for W_out [E, F, D], mn for [E, D, F].
 template <HiddenColumns kColumns, Major kMajorB>
 ab_status launch_up(const Up& up, TileChoice tile, int multiprocessors, cudaStream_t stream);
 
@@ -19,7 +19,7 @@ template <HiddenColumns kColumns, Major kMajorB>
 ab_status launch_hidden_gradient(const HiddenGradient& gradient, TileChoice tile, int multiprocessors,
                                  cudaStream_t stream);
 
-// kMajorB: how weights are stored, mn as they are, k transposed.
+// kMajorB: mn for weights as stored, k for transposed ones.
 template <class Out>
 struct RowsEpilogue;
 template <class Out>
@@ -27,7 +27,7 @@ struct ScaleBiasEpilogue;
 template <Major kMajorB, template <class> class Epilogue>
 ab_status launch_rows_product(const RowsProduct& product, TileChoice tile, int multiprocessors, cudaStream_t stream);
 
-// The same of float8_e4m3fn, in tiles of one shape; weights have what is summed over next to next.
+// FP8 (e4m3) GEMMs with K-major weights; one tile shape.
 template <HiddenColumns kColumns>
 ab_status launch_fp8_up(const Fp8Up& up, int multiprocessors, cudaStream_t stream);
 template <HiddenColumns kColumns>
@@ -35,7 +35,7 @@ ab_status launch_fp8_hidden_gradient(const Fp8HiddenGradient& gradient, int mult
 template <template <class> class Epilogue>
 ab_status launch_fp8_rows_product(const Fp8RowsProduct& product, int multiprocessors, cudaStream_t stream);
 
-// What of a gradient is gathered.
+// Which operand of a weight gradient is gathered.
 enum class Gathered { nothing, x, d_y };
 template <Gathered kGathered>
 ab_status launch_weight_gradient(const WeightGradient& gradient, TileChoice tile, const SegmentBounds& bounds,

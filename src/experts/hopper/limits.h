@@ -1,4 +1,4 @@
-// What kernels can take of sizes and addresses, for products.cu and fp8_products.cu.
+// Limits of the kernels on sizes and addresses, for products.cu and fp8_products.cu.
 #pragma once
 
 #include <algorithm>
@@ -12,34 +12,34 @@
 
 namespace anabranch::cuda::hopper {
 
-static_assert(kMostIndices <= kMostWindowRows, "row windows hold as many rows as kernels count");
+static_assert(kMostIndices <= kMostWindowRows, "row windows must cover all row indices of the kernels");
 
-constexpr int64_t kTileRows = 128;           // of every shape of tiles
-constexpr int64_t kFewestTileColumns = 128;  // of any
+constexpr int64_t kTileRows = 128;        // of all tile shapes
+constexpr int64_t kMinTileColumns = 128;  // minimum over all tile shapes
 
 inline bool is_16_bit(int32_t dtype) { return dtype == AB_BFLOAT16 || dtype == AB_FLOAT16; }
 
-inline bool are_counted(std::initializer_list<int64_t> sizes) {
+inline bool sizes_fit(std::initializer_list<int64_t> sizes) {
   return std::all_of(sizes.begin(), sizes.end(), [](int64_t size) { return size > 0 && size <= kMostIndices; });
 }
 
-inline bool tiles_are_counted(int64_t R, int64_t E, int64_t columns, int64_t tile_columns) {
+inline bool tile_count_fits(int64_t R, int64_t E, int64_t columns, int64_t tile_columns) {
   return most_row_tiles(R, E, kTileRows) * ceil_div(columns, tile_columns) <= kMostIndices;
 }
 
-constexpr const char* kNot16Bit = "the dtype does not have 16 bits";
-constexpr const char* kNotCounted = "a size is 0, or there are 2^30 rows, columns or tiles, or more";
-constexpr const char* kNotChunks = "rows are no whole 16-byte chunks from aligned addresses on";
-constexpr const char* kNotGathered = "more chunks to gather than 2^32";
+constexpr const char* kNot16Bit = "the dtype is not 16-bit";
+constexpr const char* kNotCounted = "a size is 0, or there are 2^30 or more rows, columns or tiles";
+constexpr const char* kNotChunks = "rows are not aligned or not whole 16-byte chunks";
+constexpr const char* kNotGathered = "the gathered matrix has 2^32 or more 16-byte chunks";
 
-// Of the feed-forward network's products with fused epilogues: `rows` of D are read, and `hidden`, rows of F or none,
-// are read or written.
+// Checks a GEMM with a fused epilogue, of a feed-forward network. rows: operand A with D columns. hidden: tensors of F
+// columns that the epilogue reads or writes, or null.
 inline const char* why_not_fused(const FfnSizes& s, const RowMap& map, const Floats& rows,
                                  std::initializer_list<Floats> hidden) {
   const auto fits = [&](const Floats& m) { return m.data == nullptr || fits_tensor_map(m.data, rows.dtype, s.F); };
   if (!is_16_bit(rows.dtype)) return kNot16Bit;
-  // In the narrowest tile half of the columns are the gate's.
-  if (!are_counted({s.R, s.E, s.D, s.P * s.F}) || !tiles_are_counted(s.R, s.E, s.F, kFewestTileColumns / 2)) {
+  // For gated experts, half of a tile's columns are the gate's.
+  if (!sizes_fit({s.R, s.E, s.D, s.P * s.F}) || !tile_count_fits(s.R, s.E, s.F, kMinTileColumns / 2)) {
     return kNotCounted;
   }
   if (!fits_tensor_map(rows.data, rows.dtype, s.D) || !std::all_of(hidden.begin(), hidden.end(), fits)) {

@@ -1,13 +1,13 @@
-// The main loop of a tile: a ring of stages in shared memory that producers fill with k-blocks and consumers multiply.
+// Main loop of a tile: producers fill a ring of stages in shared memory with k-blocks, consumers multiply them.
 //
-//   stage s of the ring:  a[s]  kRows / 64 panels     full[s]   the k-block is there
-//                         b[s]  kColumns / 64 panels  empty[s]  the warps of the tile are done with it
+//   stage s of the ring:  a[s]  kRows / 64 panels     full[s]   the k-block has arrived
+//                         b[s]  kColumns / 64 panels  empty[s]  the warps of the tile have read it
 //
-// The blocks of a cluster go k-block by k-block together: each fills stages of its own and, with its part of B, the
-// other blocks' (multicast), so that a stage is empty when the consumers of all blocks are done with it.
+// The CTAs of a cluster advance together, k-block by k-block. Each CTA multicasts its part of B to the stages of the
+// other CTAs, so a stage is empty when the consumers of all CTAs have read it.
 //
 // mbarrier waits only see a phase's parity. With ping-pong consumers one warpgroup could lag a whole ring behind and
-// mistake phase p + 2 for p. So a warpgroup enters its tile's main loop only after the other has left its own.
+// mistake phase p + 2 for p. So a warpgroup enters its main loop only after the other has left its own.
 #pragma once
 
 #include "core/cuda/warp.cuh"
@@ -26,7 +26,7 @@ struct OperandRing {
   Barrier empty[Shape::kStages];
   Barrier mainloop_ended[Shape::kTilesInFlight];
 
-  // By one thread, before all others. copying_threads: those that arrive after copies of their own.
+  // Called by one thread before any other use. copying_threads: threads that arrive after their own copies.
   __device__ void init(int copying_threads) {
     for (int i = 0; i < Shape::kStages; ++i) {
       full[i].init(static_cast<uint32_t>(1 + copying_threads));
@@ -35,13 +35,13 @@ struct OperandRing {
     for (Barrier& ended : mainloop_ended) ended.init(Shape::kTileWarps);
   }
 
-  // By the warps of the block's n-th tile, around their waits for its k-blocks; also where it has none.
+  // Called by the warps of the CTA's n-th tile around their waits for its k-blocks, also for tiles without k-blocks.
   __device__ void begin_mainloop(int n) {
     if constexpr (Shape::kTilesInFlight > 1) {
       if (n == 0) return;
       const auto before = RingPosition<Shape::kTilesInFlight>::of(n - 1);
       mainloop_ended[before.stage].wait(before.phase);
-      __syncwarp();  // no lane may fall a phase behind
+      __syncwarp();  // no lane may lag a phase behind
     }
   }
   __device__ void end_mainloop(int n) {
@@ -59,11 +59,11 @@ struct OperandRing {
   }
 };
 
-// Brings the k-blocks of a tile into the ring. By the warp that leads; if an operand is gathered, by all four warps of
-// the warpgroup.
+// Loads the k-blocks of a tile into the ring. Called by the leading warp, or by all four warps of the warpgroup if an
+// operand is gathered.
 template <class Shape, class OperandA, class OperandB>
 __device__ __forceinline__ void load_k_blocks(OperandRing<Shape>& ring, const OperandA& a, const OperandB& b,
-                                              const Tile& tile, bool leads) {
+                                              const Tile& tile, bool is_leader) {
   const uint32_t bytes = a.template bytes<Shape::kRows>(tile) + b.template bytes<Shape::kColumns>(tile);
   typename OperandA::template Gather<Shape::kRows> gather_a(a, tile);
   typename OperandB::template Gather<Shape::kColumns> gather_b(b, tile);
@@ -74,12 +74,12 @@ __device__ __forceinline__ void load_k_blocks(OperandRing<Shape>& ring, const Op
       Barrier& full = ring.full[at.stage];
       ring.empty[at.stage].wait(at.phase ^ 1u);
       __syncwarp();
-      if (leads && lane_index() == 0) {
+      if (is_leader && lane_index() == 0) {
         full.arrive_and_expect(kBiasBytes);
         b.bias.template load<Shape::kColumns>(shared_address(ring.b[at.stage]), full, tile, 0,
                                               Multicast<Shape::kBlocks>::of(tile.multicasts_b != 0));
       }
-      if constexpr (OperandA::kGathered) full.arrive_after_copies();  // of none
+      if constexpr (OperandA::kGathered) full.arrive_after_copies();  // there are no copies: arrives at once
       at.advance();
     }
   }
@@ -87,8 +87,8 @@ __device__ __forceinline__ void load_k_blocks(OperandRing<Shape>& ring, const Op
   for (int k_block = 0; k_block < tile.k_blocks; ++k_block, at.advance()) {
     Barrier& full = ring.full[at.stage];
     ring.empty[at.stage].wait(at.phase ^ 1u);
-    __syncwarp();  // no lane may fall a phase behind
-    if (leads && lane_index() == 0) {
+    __syncwarp();  // no lane may lag a phase behind
+    if (is_leader && lane_index() == 0) {
       full.arrive_and_expect(bytes);
       a.template load<Shape::kRows>(shared_address(ring.a[at.stage]), full, tile, k_block, Multicast<1>{});
       b.template load<Shape::kColumns>(shared_address(ring.b[at.stage]), full, tile, k_block,
@@ -100,10 +100,9 @@ __device__ __forceinline__ void load_k_blocks(OperandRing<Shape>& ring, const Op
   }
 }
 
-// acc = A B, and the bias that B may have, over the k-blocks of the block's n-th tile, for the first kUsed panels of
-// the warpgroup's rows; `member`: which part of the tile's rows the warpgroup has. Ends the main loop.
-// With the products of a k-block on their way during_products is called, and at the end, with the last ones on their
-// way, during_last_products.
+// acc = A B + bias over the k-blocks of the CTA's n-th tile, for the first kUsed panels of the warpgroup's rows.
+// member: the warpgroup's share of the tile's rows. Ends the main loop. Calls during_products() after the MMAs of each
+// k-block have been issued, and during_last_products() before waiting for the last MMAs.
 template <int kUsed, class Element, class OperandA, class OperandB, class Shape, class During, class DuringLast>
 __device__ __forceinline__ void multiply_k_blocks(OperandRing<Shape>& ring, const OperandB& operand_b, int n,
                                                   const Tile& tile, int member,
@@ -119,7 +118,7 @@ __device__ __forceinline__ void multiply_k_blocks(OperandRing<Shape>& ring, cons
   for (int panel = 0; panel < kUsed; ++panel) begin_accumulators(acc[panel]);
   int block = 0;
   if constexpr (OperandB::kTakesBias) {
-    // Without a branch around the product, for which the compiler would wait for every single wgmma.
+    // The bias MMA is predicated, not branched around: with a branch the compiler would wait for every single wgmma.
     block = operand_b.bias_blocks;
     if (block > 0) ring.full[at.stage].wait(at.phase);
     fence_accumulators();
@@ -147,7 +146,7 @@ __device__ __forceinline__ void multiply_k_blocks(OperandRing<Shape>& ring, cons
       }
     }
     commit_products();
-    // The k-block before is done: its stage can be filled again.
+    // The previous k-block is done: its stage can be filled again.
     wait_for_products<1>();
     if (block > 0) ring.release(before);
     during_products();
@@ -162,13 +161,13 @@ __device__ __forceinline__ void multiply_k_blocks(OperandRing<Shape>& ring, cons
   for (int panel = 0; panel < kUsed; ++panel) finish_accumulators(acc[panel]);
 }
 
-// For a warpgroup none of whose rows are the expert's; `blocks`: of the tile.
+// For a warpgroup without rows of the expert. blocks: k-blocks of the tile.
 template <class Shape>
 __device__ __forceinline__ void skip_k_blocks(OperandRing<Shape>& ring, const Tile& tile, int blocks) {
   auto at = OperandRing<Shape>::Position::of(tile.first_k_block);
   for (int block = 0; block < blocks; ++block, at.advance()) {
     ring.full[at.stage].wait(at.phase);
-    __syncwarp();  // no lane may fall a phase behind
+    __syncwarp();  // no lane may lag a phase behind
     ring.release(at);
   }
 }

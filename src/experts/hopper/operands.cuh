@@ -1,8 +1,8 @@
-// Where the operands of a tile come from: each brings the panels of one k-block to shared memory.
+// Operands of a tile: each loads the panels of one k-block into shared memory.
 //
-// load(): one thread starts loads that complete on `barrier`, which expects the bytes of all panels, its own and those
-// that other blocks of the cluster bring (Multicast). kGathered: instead the four warps of the producer warpgroup copy,
-// see Gather. prefetch_maps(): before the first load.
+// load() is called by one thread. It issues loads that complete on `barrier`, which expects the bytes of all panels,
+// including those that other CTAs of the cluster multicast. With kGathered, the four warps of the producer warpgroup
+// copy the operand instead, see Gather. prefetch_maps() is called before the first load.
 #pragma once
 
 #include "core/cuda/tma.cuh"
@@ -18,7 +18,7 @@ struct LoadedByTma {
   template <int>
   using Gather = NoGather;
 
-  // That load() brings of a tile's rows or columns, kSides of them.
+  // Bytes that load() brings for kSides rows or columns of a tile.
   template <int kSides>
   __device__ static constexpr uint32_t bytes(const Tile&) {
     return kSides * kSwizzleBytes;
@@ -40,39 +40,39 @@ struct LoadedByThreads : GatherSource {
   __device__ void load(uint32_t, Barrier&, const Tile&, int, const AnyMulticast&) const {}
 };
 
-// A of a product over rows: rows of a matrix [R, D], those of other experts zero. Where a tile has few rows, its other
-// rows are what stood in shared memory before: zeros cost the copy engine as much time as rows.
+// Operand A of a GEMM over rows: rows of a matrix [R, D]; rows of other experts are zero. For tiles with few rows, the
+// remaining rows keep stale shared memory: loading zeros would cost TMA as much time as loading rows.
 struct RowOperand : LoadedByTma {
   static constexpr Major kMajor = Major::k;
   static constexpr int kFewRows = 32;
-  CUtensorMap map;  // row window, boxes [kRows][64]
-  CUtensorMap few;  // the same, boxes [kFewRows][64]
+  CUtensorMap map;           // row window, boxes [kRows][64]
+  CUtensorMap few_rows_map;  // the same row window, boxes [kFewRows][64]
 
   __device__ void prefetch_maps() const {
     prefetch_map(map);
-    prefetch_map(few);
+    prefetch_map(few_rows_map);
   }
 
   template <int kRows>
   __device__ static uint32_t bytes(const Tile& tile) {
-    return (has_few(tile) ? kFewRows : kRows) * kSwizzleBytes;
+    return (has_few_rows(tile) ? kFewRows : kRows) * kSwizzleBytes;
   }
 
   template <int kRows>
   __device__ void load(uint32_t to, Barrier& barrier, const Tile& tile, int k_block, const Multicast<1>&) const {
-    load_box(has_few(tile) ? few : map, to, barrier,
+    load_box(has_few_rows(tile) ? few_rows_map : map, to, barrier,
              WindowCoordinates{tile.k + k_block * kBlockK, tile.row, tile.end_row});
   }
 
  private:
-  __device__ static bool has_few(const Tile& tile) { return tile.end_row - tile.row <= kFewRows; }
+  __device__ static bool has_few_rows(const Tile& tile) { return tile.end_row - tile.row <= kFewRows; }
 };
 
-// B of a product over rows: one expert's weights, kScale of whose columns there are for each of the tile's.
+// Operand B of a GEMM over rows: the weights of one expert, with kScale columns per column of the tile.
 template <Major kMajor_, int kScale = 1>
 struct WeightOperand;
 
-// As stored, [E, D, N].
+// Weights as stored, [E, D, N].
 template <int kScale>
 struct WeightOperand<Major::mn, kScale> : LoadedByTma {
   static constexpr Major kMajor = Major::mn;
@@ -92,7 +92,7 @@ struct WeightOperand<Major::mn, kScale> : LoadedByTma {
   }
 };
 
-// Stored transposed, [E, N, D].
+// Transposed weights, [E, N, D].
 template <int kScale>
 struct WeightOperand<Major::k, kScale> : LoadedByTma {
   static constexpr Major kMajor = Major::k;
@@ -113,11 +113,11 @@ struct WeightOperand<Major::k, kScale> : LoadedByTma {
   }
 };
 
-// The weights of gate and up: half of the columns are the gate's, the others belong to the same columns of up.
+// Gate and up weights: half of a tile's columns are gate columns, the other half the same columns of up.
 template <Major kMajor_>
 struct GatedWeightOperand;
 
-// As stored, [E, D, 2, F].
+// Weights as stored, [E, D, 2, F].
 template <>
 struct GatedWeightOperand<Major::mn> : LoadedByTma {
   static constexpr Major kMajor = Major::mn;
@@ -143,7 +143,7 @@ struct GatedWeightOperand<Major::mn> : LoadedByTma {
   }
 };
 
-// Stored transposed, [E, 2, F, D].
+// Transposed weights, [E, 2, F, D].
 template <>
 struct GatedWeightOperand<Major::k> : LoadedByTma {
   static constexpr Major kMajor = Major::k;
@@ -166,8 +166,8 @@ struct GatedWeightOperand<Major::k> : LoadedByTma {
   }
 };
 
-// B of a product over rows that may add a bias: the expert's, [E, 1, columns], is a k-block before those of its
-// weights, of one row and of zeros, in the same order of columns. A has ones there.
+// Operand B of a GEMM over rows with an optional bias [E, 1, columns]. The bias is an extra k-block before those of the
+// weights: one row of bias, then zeros, in the same column order. Operand A is all ones in this k-block.
 template <class Weights>
 struct BiasOf;
 template <Major kMajor, int kScale>
@@ -183,7 +183,7 @@ template <class Weights>
 struct BiasedOperand : Weights {
   static constexpr bool kTakesBias = true;
   typename BiasOf<Weights>::Operand bias;  // boxes [kWgmmaK][64]
-  int32_t bias_blocks;                     // of a tile: 1, or 0 without a bias
+  int32_t bias_blocks;                     // per tile: 1, or 0 without a bias
 
   __device__ void prefetch_maps() const {
     Weights::prefetch_maps();
@@ -191,7 +191,7 @@ struct BiasedOperand : Weights {
   }
 };
 
-// k-blocks of a tile, with its bias.
+// k-blocks of a tile, including its bias.
 template <class OperandB>
 __device__ __forceinline__ int blocks_of(const OperandB& b, const Tile& tile) {
   if constexpr (OperandB::kTakesBias) {
@@ -200,7 +200,7 @@ __device__ __forceinline__ int blocks_of(const OperandB& b, const Tile& tile) {
   return tile.k_blocks;
 }
 
-// Stored transposed, [E, N, D], the columns of every 32 shuffled (make_shuffled_matrices_map).
+// Transposed weights, [E, N, D], with shuffled columns within every 32 (make_shuffled_matrices_map).
 struct ShuffledWeightOperand : LoadedByTma {
   static constexpr Major kMajor = Major::k;
   CUtensorMap map;  // boxes [32][64]
@@ -218,15 +218,14 @@ struct ShuffledWeightOperand : LoadedByTma {
   }
 };
 
-// A of a product over rows that stand elsewhere.
+// Operand A of a GEMM over gathered rows.
 struct GatheredRowOperand : LoadedByThreads {
   static constexpr Major kMajor = Major::k;
   template <int kRows>
   using Gather = RowGather<kRows>;
 };
 
-// A or B of a gradient of weights: the rows of a matrix are the k dimension, its columns are rows or columns of the
-// result.
+// Operand A or B of a weight gradient: the rows of a matrix are k, its columns are rows or columns of the result.
 template <Side kSide>
 struct RowsAsK : LoadedByTma {
   static constexpr Major kMajor = Major::mn;
@@ -244,7 +243,7 @@ struct RowsAsK : LoadedByTma {
   }
 };
 
-// The same of rows that stand elsewhere.
+// Like RowsAsK, with gathered rows.
 template <Side kSide>
 struct GatheredRowsAsK : LoadedByThreads {
   static constexpr Major kMajor = Major::mn;

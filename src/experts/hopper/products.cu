@@ -8,7 +8,7 @@
 namespace anabranch::cuda::hopper {
 namespace {
 
-// Whether its epilogue has work to do with rows' weights.
+// Whether the epilogue applies row weights.
 bool has_weights(const RowsProduct& p) { return p.scales() || p.weighs_bias(); }
 
 SegmentBounds bounds_of(const WeightGradient& g) { return bound_segments(g.R, g.E, g.D, g.N); }
@@ -32,18 +32,18 @@ const char* why_not(const HiddenGradient& g) {
 const char* why_not(const RowsProduct& p) {
   const auto fits = [&](const void* data, int64_t columns) { return fits_tensor_map(data, p.dtype, columns); };
   if (!is_16_bit(p.dtype)) return kNot16Bit;
-  if (!are_counted({p.R, p.E, p.D, p.N}) || !tiles_are_counted(p.R, p.E, p.N, kFewestTileColumns)) return kNotCounted;
-  // y and a window of wider columns: a window goes the path of the whole.
+  if (!sizes_fit({p.R, p.E, p.D, p.N}) || !tile_count_fits(p.R, p.E, p.N, kMinTileColumns)) return kNotCounted;
+  // Check y also as a window of wider rows, so that a window takes the same path as the whole.
   const bool all = fits(p.x, p.D) && fits(p.w, p.transposed ? p.D : p.stored_columns()) && fits(p.y, p.N) &&
                    fits(p.y, p.stored_columns()) && (p.bias == nullptr || fits(p.bias, p.N));
   return all ? nullptr : kNotChunks;
 }
 
 const char* why_not(const WeightGradient& g) {
-  constexpr int64_t kMostColumns = int64_t{1} << 29;  // of which offsets in bytes are counted
+  constexpr int64_t kMaxColumns = int64_t{1} << 29;  // limited by byte offsets
   if (!is_16_bit(g.x.dtype)) return kNot16Bit;
-  if (!are_counted({g.R, g.E, g.D, g.N}) || g.D > kMostColumns || g.N > kMostColumns) return kNotCounted;
-  const int64_t tiles = ceil_div(g.D, kTileRows) * ceil_div(g.N, kFewestTileColumns);
+  if (!sizes_fit({g.R, g.E, g.D, g.N}) || g.D > kMaxColumns || g.N > kMaxColumns) return kNotCounted;
+  const int64_t tiles = ceil_div(g.D, kTileRows) * ceil_div(g.N, kMinTileColumns);
   if (tiles > kMostIndices || bounds_of(g).segments > kMostIndices / tiles) return kNotCounted;
   const auto fits = [](const Floats& m, int64_t columns) { return fits_tensor_map(m.data, m.dtype, columns); };
   if (!fits(g.x, g.D) || !fits(g.d_y, g.N) || !fits(g.d_w, g.N)) return kNotChunks;

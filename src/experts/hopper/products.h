@@ -1,5 +1,5 @@
-// The products of the experts on Hopper's tensor cores: what the kernels can take, the tiles they would take it in, and
-// their launch. experts/cuda/ops describes operations and their operands.
+// The expert GEMMs on Hopper tensor cores: supported operands, tile choice and launch functions. experts/cuda/ops
+// describes operations and their operands.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -13,20 +13,20 @@
 
 namespace anabranch::cuda::hopper {
 
-// Why the kernels can't take an operation; nullptr: they can. They take 16-bit elements, rows of whole 16-byte chunks
-// from aligned addresses on, no size 0, and all indices within what they count in.
+// Returns why the kernels cannot run an operation, or nullptr if they can. They take 16-bit elements, aligned rows of
+// whole 16-byte chunks, nonzero sizes, and sizes within int32 indexing.
 const char* why_not(const Up& up);
 const char* why_not(const RowsProduct& product);
 const char* why_not(const HiddenGradient& gradient);
 const char* why_not(const WeightGradient& gradient);
 
-// The tiles that tile_choice.h takes for it.
+// The tile that tile_choice.h selects.
 TileChoice choose_tile(const Up& up, int multiprocessors);
 TileChoice choose_tile(const RowsProduct& product, int multiprocessors);
 TileChoice choose_tile(const HiddenGradient& gradient, int multiprocessors);
 TileChoice choose_tile(const WeightGradient& gradient, int multiprocessors);
 
-// Parts that a hidden gradient's dots come in.
+// Number of column tiles, each with a partial sum of <da, a> per row.
 int64_t parts_of_dots(const HiddenGradient& gradient, TileChoice tile);
 
 // Enqueue the GEMM. If it has no kernel with this tile (128 x 192 with a fused epilogue or a gather), another tile is
@@ -34,7 +34,7 @@ int64_t parts_of_dots(const HiddenGradient& gradient, TileChoice tile);
 ab_status launch_gemm(const Up& up, TileChoice tile, int multiprocessors, cudaStream_t stream);
 ab_status launch_gemm(const RowsProduct& product, TileChoice tile, int multiprocessors, cudaStream_t stream);
 ab_status launch_gemm(const HiddenGradient& gradient, TileChoice tile, int multiprocessors, cudaStream_t stream);
-// workspace: of weight_gradient_bytes().
+// workspace: weight_gradient_bytes() bytes.
 ab_status launch_gemm(const WeightGradient& gradient, TileChoice tile, void* workspace, int multiprocessors,
                       cudaStream_t stream);
 

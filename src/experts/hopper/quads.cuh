@@ -1,5 +1,5 @@
-// What the four lanes that hold accumulators of the same rows, a quad, exchange. Lane q of a quad has columns 2 q and
-// 2 q + 1 of every 8.
+// Exchanges within a quad: the four lanes that hold accumulators of the same rows. Lane q of a quad holds columns 2 q
+// and 2 q + 1 of every 8.
 #pragma once
 
 #include <cstdint>
@@ -8,9 +8,9 @@
 
 namespace anabranch::cuda::hopper {
 
-// Of the accumulators of 32 columns, [group of 8 columns][2 rows][2 columns], a lane takes 8 neighbours: lane q columns
-// 8 q to 8 q + 7. A 4 x 4 transpose in two steps, each with the lane that differs in one bit.
-__device__ __forceinline__ void take_neighbours(float (&acc)[16]) {
+// Redistributes the accumulators of 32 columns, [group of 8 columns][2 rows][2 columns], so that lane q holds columns 8
+// q to 8 q + 7. This is a 4 x 4 transpose in two steps; each step exchanges with the lane that differs in one bit.
+__device__ __forceinline__ void transpose_quad(float (&acc)[16]) {
 #pragma unroll
   for (int bit = 1; bit <= 2; bit *= 2) {
     const bool upper = (lane_index() & bit) != 0;
@@ -26,8 +26,8 @@ __device__ __forceinline__ void take_neighbours(float (&acc)[16]) {
   }
 }
 
-// Of 16 columns whose pairs are the gate and the up of 8 columns, one pair of each 8 a lane's: `word` holds what came
-// of the lane's pairs, 16 bits each. Afterwards the lane has the word of columns 2 q and 2 q + 1 of the 8.
+// For 16 columns that alternate gate and up of 8 columns: each lane computed two results, one for its pair in each 8
+// columns, packed in `word`. Returns the word with the results of columns 2 q and 2 q + 1 of the 8.
 __device__ __forceinline__ uint32_t gather_pair(uint32_t word) {
   const int q = lane_index() % 4;
   const int from = (lane_index() & ~3) + 2 * q % 4;

@@ -1,4 +1,4 @@
-// Operand A of a product over rows: the rows themselves, or rows that stand elsewhere.
+// Operand A of a GEMM over rows: rows in expert order, or gathered rows.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace anabranch::cuda::hopper {
 
-// The rows that a map of slots names, of a matrix of so many columns of 16 bits.
+// The rows that `map` selects from a matrix with `columns` 16-bit columns.
 inline GatherSource gather_source(const Floats& matrix, const RowMap& map, int64_t columns) {
   GatherSource from;
   from.source = static_cast<const char*>(matrix.data);
@@ -25,7 +25,8 @@ inline GatherSource gather_source(const Floats& matrix, const RowMap& map, int64
 template <int kRows>
 ab_status prepare_rows(const char* name, const Floats& matrix, const RowMap&, int64_t columns, RowOperand* operand) {
   AB_RETURN_IF_ERROR(make_row_window_map(name, matrix.data, matrix.dtype, columns, kPanel, kRows, &operand->map));
-  return make_row_window_map(name, matrix.data, matrix.dtype, columns, kPanel, RowOperand::kFewRows, &operand->few);
+  return make_row_window_map(name, matrix.data, matrix.dtype, columns, kPanel, RowOperand::kFewRows,
+                             &operand->few_rows_map);
 }
 template <int kRows>
 ab_status prepare_rows(const char*, const Floats& matrix, const RowMap& map, int64_t columns,
@@ -34,10 +35,10 @@ ab_status prepare_rows(const char*, const Floats& matrix, const RowMap& map, int
   return ok();
 }
 
-// What rows of 16-bit elements must be to be gathered: places are counted in chunks of 16 bytes.
+// Whether rows of 16-bit elements can be gathered: chunk indices must fit uint32.
 inline bool fits_gather(const RowMap& map, int64_t columns) {
-  constexpr int64_t kMostChunks = int64_t{GatherSource::kNowhere};
-  return map.sources() <= kMostChunks / std::max<int64_t>(columns / 8, 1);
+  constexpr int64_t kMaxChunks = int64_t{GatherSource::kNowhere};
+  return map.sources() <= kMaxChunks / std::max<int64_t>(columns / 8, 1);
 }
 
 }  // namespace anabranch::cuda::hopper

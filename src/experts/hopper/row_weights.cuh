@@ -1,4 +1,4 @@
-// What epilogues know of the rows of a result: which are padding, and the others' weights.
+// Row information for epilogues: which rows of a result are padding, and the weights of the others.
 #pragma once
 
 #include <cstdint>
@@ -18,16 +18,16 @@ struct RowWeights {
   int32_t dtype;
 
   RowWeights() = default;
-  RowWeights(const RowMap& map, const Floats& of_slots)
-      : slots(map.slots), weights(of_slots.data), num_slots(map.num_slots), dtype(of_slots.dtype) {}
+  RowWeights(const RowMap& map, const Floats& slot_weights)
+      : slots(map.slots), weights(slot_weights.data), num_slots(map.num_slots), dtype(slot_weights.dtype) {}
 };
 
-// Where the weights of a RowPair stand: slots as they are in memory, or rows; -1 past the rows of the expert.
+// Indices of the weights of a RowPair: assignments as stored in memory, or rows; -1 after the rows of the expert.
 struct RowSlots {
   int32_t at[2];
 
   RowSlots() = default;
-  // `row`: the first of the warp's rows in the tile.
+  // row: the first of the warp's rows in the tile.
   __device__ RowSlots(const RowWeights& from, const Tile& tile, int row) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -37,9 +37,9 @@ struct RowSlots {
   }
 };
 
-// The two rows of a warp's 16 that a lane holds accumulators of: row i / 4 of the first 8 and of the last 8.
+// The two rows of a warp's 16 whose accumulators a lane holds: row lane / 4 of the first 8 and of the last 8.
 struct RowPair {
-  bool real[2];  // neither padding nor past the rows of the expert
+  bool real[2];  // neither padding nor after the rows of the expert
   float weight[2];
 
   RowPair() = default;
@@ -53,7 +53,7 @@ struct RowPair {
   }
   __device__ RowPair(const RowWeights& from, const Tile& tile, int row) : RowPair(from, RowSlots(from, tile, row)) {}
 
-  // Of the whole warp.
+  // Called by the whole warp.
   __device__ bool all_real() const { return __all_sync(kAllLanes, real[0] && real[1]) != 0; }
 };
 

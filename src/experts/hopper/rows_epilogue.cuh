@@ -1,15 +1,15 @@
-// The plain epilogue: accumulators are rounded and stored.
+// Epilogue that rounds and stores the accumulators.
 #pragma once
 
 #include "experts/hopper/late_subtiles.cuh"
 
 namespace anabranch::cuda::hopper {
 
-// The result [R, N] of a product over rows.
+// Writes the result [R, N] of a GEMM over rows.
 template <class Out_>
-struct RowsEpilogue : PrefetchesNothing {
+struct RowsEpilogue : NoPrefetch {
   using Out = Out_;
-  static constexpr bool kKeeps = true;
+  static constexpr bool kDefersStores = true;
   template <class Shape>
   static constexpr bool kTakesRegisters = Shape::kTilesInFlight == 1;
 
@@ -20,7 +20,7 @@ struct RowsEpilogue : PrefetchesNothing {
 
   template <class Shape>
   __device__ void write(SubtileWriter& writer, const Tile& tile, int row, int, const float (&acc)[Shape::kColumns / 2],
-                        NothingPrefetched) const {
+                        EmptyPrefetch) const {
     writer.write<Shape::kColumns>(*this, tile, row, acc);
   }
   template <class Shape>
@@ -29,14 +29,14 @@ struct RowsEpilogue : PrefetchesNothing {
   }
 
   template <class Late>
-  __device__ __forceinline__ void keep(Late& late, const Tile&, int, const float* acc) const {
+  __device__ __forceinline__ void defer(Late& late, const Tile&, int, const float* acc) const {
 #pragma unroll
     for (int subtile = 0; subtile < Late::kCount; ++subtile) {
       pack_subtile<Out>(acc + subtile * kSubtileColumns<Out> / 2, late.words(subtile));
     }
   }
-  __device__ __forceinline__ void write_kept(SubtileWriter& writer, const Tile& tile, int row, int column,
-                                             const SubtileWords& words) const {
+  __device__ __forceinline__ void write_deferred(SubtileWriter& writer, const Tile& tile, int row, int column,
+                                                 const SubtileWords& words) const {
     if (tile.column + column < columns) writer.write_packed_subtile(*this, tile, row, column, words);
   }
 

@@ -1,4 +1,4 @@
-// Launches products over rows.
+// Launches GEMMs over rows.
 #pragma once
 
 #include <type_traits>
@@ -22,7 +22,7 @@ ab_status prepare_epilogue(const RowsProduct& p, ScaleBiasEpilogue<Element>* out
   out->bias = p.weighs_bias() ? static_cast<const Element*>(p.bias) : nullptr;
   out->bias_columns = p.stored_columns();
   out->weights = RowWeights(p.map, p.weights);
-  out->scales_products = p.scales();
+  out->scales_accumulators = p.scales();
   return prepare_epilogue(p, &out->y);
 }
 
@@ -30,7 +30,7 @@ template <class Shape, class Element, class OperandA, Major kMajorB, class Epilo
 using RowsProductOf = Product<Shape, Element, OperandA, BiasedOperand<WeightOperand<kMajorB>>, RowTiles,
                               RowTileScheduler<Shape::kRows, Shape::kColumns, Shape::kBlocks>, Epilogue>;
 
-// Prepares everything but operand A.
+// Prepares everything except operand A.
 template <class Shape, class Element, class OperandA, Major kMajorB, class Epilogue>
 ab_status prepare_rows_product(const RowsProduct& p,
                                RowsProductOf<Shape, Element, OperandA, kMajorB, Epilogue>* product) {
@@ -52,7 +52,7 @@ ab_status prepare_rows_product(const RowsProduct& p,
   return ok();
 }
 
-// At most so many tiles there are.
+// Upper bound on the number of tiles.
 template <class P>
 int64_t most_tiles(const RowsProduct& p, const P& product) {
   return most_row_tiles(p.R, p.E, P::Shape::kRows) * product.tiles.column_tiles;
@@ -63,7 +63,7 @@ ab_status launch_rows_product(const RowsProduct& p, int multiprocessors, cudaStr
   RowsProductOf<Shape, Element, RowOperand, kMajorB, Epilogue> product;
   AB_RETURN_IF_ERROR(prepare_rows<Shape::kRows>("x", {const_cast<void*>(p.x), p.dtype}, p.map, p.D, &product.a));
   AB_RETURN_IF_ERROR((prepare_rows_product<Shape, Element, RowOperand, kMajorB, Epilogue>(p, &product)));
-  return launch_product("grouped product", product, most_tiles(p, product), multiprocessors, stream);
+  return launch_product("grouped GEMM", product, most_tiles(p, product), multiprocessors, stream);
 }
 
 template <Major kMajorB, template <class> class Epilogue>

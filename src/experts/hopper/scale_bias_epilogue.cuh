@@ -1,5 +1,5 @@
-// The epilogue of products over rows of slots that have weights: y = weight acc, where the accumulators have the bias,
-// or y = acc + weight bias, where x has the weights already. Rounded once; zero in padding.
+// Epilogue of GEMMs over rows with weights: y = weight acc, where acc already contains the bias, or y = acc + weight
+// bias, where x already contains the weights. Rounded once; padding rows are zero.
 #pragma once
 
 #include "experts/hopper/rows_epilogue.cuh"
@@ -8,35 +8,35 @@
 namespace anabranch::cuda::hopper {
 
 template <class Out>
-struct ScaleBiasEpilogue : PrefetchesNothing {
-  static constexpr bool kKeeps = true;
+struct ScaleBiasEpilogue : NoPrefetch {
+  static constexpr bool kDefersStores = true;
   template <class Shape>
   static constexpr bool kTakesRegisters = Shape::kTilesInFlight == 1;
 
   RowsEpilogue<Out> y;
-  const Out* bias;  // [E, bias_columns], from the first column of y on, where weights multiply it alone; or nullptr
+  const Out* bias;  // [E, bias_columns], from the first column of y on; nullptr unless weights multiply only the bias
   int64_t bias_columns;
   RowWeights weights;
-  bool scales_products;  // weights multiply the accumulators
+  bool scales_accumulators;  // the weights multiply the accumulators
 
   __device__ void prefetch_maps() const { y.prefetch_maps(); }
 
   template <class Shape>
   __device__ void write(SubtileWriter& writer, const Tile& tile, int row, int, const float (&acc)[Shape::kColumns / 2],
-                        NothingPrefetched) const {
+                        EmptyPrefetch) const {
     if (tile.row + row >= tile.end_row) return;
     const RowPair rows(weights, tile, row);
     const bool all_real = rows.all_real();
 #pragma unroll
     for (int column = 0; column < Shape::kColumns; column += kSubtileColumns<Out>) {
       if (tile.column + column >= y.columns) return;
-      const SubtileValues<Out> found = subtile_of(tile, column, acc, rows, all_real);
-      writer.write_subtile(y, tile, row, column, found.values);
+      const SubtileValues<Out> result = subtile_of(tile, column, acc, rows, all_real);
+      writer.write_subtile(y, tile, row, column, result.values);
     }
   }
 
   template <class Late>
-  __device__ __forceinline__ void keep(Late& late, const Tile& tile, int row, const float* acc) const {
+  __device__ __forceinline__ void defer(Late& late, const Tile& tile, int row, const float* acc) const {
     const RowPair rows(weights, tile, row);
     const bool all_real = rows.all_real();
 #pragma unroll
@@ -45,9 +45,9 @@ struct ScaleBiasEpilogue : PrefetchesNothing {
       pack_subtile<Out>(subtile_of(tile, column, acc, rows, all_real).values, late.words(subtile));
     }
   }
-  __device__ __forceinline__ void write_kept(SubtileWriter& writer, const Tile& tile, int row, int column,
-                                             const SubtileWords& words) const {
-    y.write_kept(writer, tile, row, column, words);
+  __device__ __forceinline__ void write_deferred(SubtileWriter& writer, const Tile& tile, int row, int column,
+                                                 const SubtileWords& words) const {
+    y.write_deferred(writer, tile, row, column, words);
   }
 
   template <class Shape>
@@ -56,16 +56,16 @@ struct ScaleBiasEpilogue : PrefetchesNothing {
   }
 
  private:
-  // Of the tile's columns from `column` on.
+  // Returns the subtile of the tile's columns from `column` on.
   __device__ __forceinline__ SubtileValues<Out> subtile_of(const Tile& tile, int column, const float* acc,
                                                            const RowPair& rows, bool all_real) const {
-    SubtileValues<Out> found(acc + column / 2);
-    if (scales_products) found.scale(rows);
+    SubtileValues<Out> result(acc + column / 2);
+    if (scales_accumulators) result.scale(rows);
     const int32_t left = y.columns - tile.column - column;
     const int64_t end = tile.expert * bias_columns + y.columns;
-    if (bias != nullptr) found.add_weighted(bias + (end - left), left, rows);
-    if (!all_real) found.clear_padding(rows);
-    return found;
+    if (bias != nullptr) result.add_weighted(bias + (end - left), left, rows);
+    if (!all_real) result.clear_padding(rows);
+    return result;
   }
 };
 

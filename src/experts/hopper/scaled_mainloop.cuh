@@ -1,8 +1,8 @@
-// The main loop of products of float8_e4m3fn, whose sums over 128 of k are multiplied by the scales of both operands.
+// FP8 (e4m3) main loop: partial sums over 128 k are multiplied by the scales of both operands.
 //
-// Two elements of 8 bits stand where one of 16 does: tensor maps, gathers, tiles and the ring count pairs, and a
-// k-block is one block of scales deep. Tensor cores sum inside a block, whose sum may keep as few as 14 binary digits;
-// the sums of blocks are float32, by ordinary additions. While one warpgroup adds, the other one multiplies.
+// Tensor maps, gathers, tiles and the ring count pairs of e4m3 elements as one 16-bit element; a k-block is one scale
+// block deep. Tensor cores accumulate within a block, with as few as 14 bits of precision. Blocks are accumulated in
+// float32 by ordinary additions. One warpgroup adds while the other multiplies.
 #pragma once
 
 #include "core/cuda/divisor.h"
@@ -13,15 +13,15 @@ namespace anabranch::cuda::hopper {
 
 static_assert(2 * kBlockK == kScaleBlock, "one k-block of e4m3 pairs has one scale");
 
-// Scales of rows, [rows, blocks], fewer than 2^32, and one at least.
+// Scales of rows, [rows, blocks]: at least 1, fewer than 2^32.
 struct RowScales {
   const float* scales;
   const int32_t* slots;  // row r is row slots[r] / slots_per_row; nullptr: row r itself
   Divisor slots_per_row;
-  int32_t rows;    // there are
-  int32_t blocks;  // of a row
+  int32_t rows;    // number of rows in `scales`
+  int32_t blocks;  // per row
 
-  // Where the scales of a row of the product begin; of padding, whose results are not used, any.
+  // Returns the index of a row's first scale. Padding rows get any valid index, since their results are not used.
   __device__ uint32_t of(int32_t row) const {
     int32_t source = row;
     if (slots != nullptr) {
@@ -32,21 +32,21 @@ struct RowScales {
   }
 };
 
-// Scales of weights, fewer than 2^32. A tile's first 128 columns have one, and its last.
+// Scales of weights, fewer than 2^32. The first and the last 128 columns of a tile have one scale each.
 struct WeightScales {
   const float* scales;
-  uint32_t of_expert;   // elements from expert to expert
-  uint32_t of_k;        // from block to block along k
-  uint32_t of_columns;  // along the columns that tiles count
-  uint32_t of_half;     // from the first half of a tile to the last
-  uint32_t last;        // there is
+  uint32_t expert_stride;  // elements from one expert to the next
+  uint32_t k_stride;       // elements from one block to the next along k
+  uint32_t column_stride;  // elements from one block of columns to the next, in the scheduler's columns
+  uint32_t half_stride;    // elements from the first half of a tile to the last
+  uint32_t last;           // last valid index
 
   __device__ uint32_t of(const Tile& tile) const {
-    return static_cast<uint32_t>(tile.expert) * of_expert +
-           static_cast<uint32_t>(tile.column / kScaleBlock) * of_columns;
+    return static_cast<uint32_t>(tile.expert) * expert_stride +
+           static_cast<uint32_t>(tile.column / kScaleBlock) * column_stride;
   }
-  // Of the last half, or any scale where there are no such columns.
-  __device__ uint32_t half_of(uint32_t first) const { return min(first + of_half, last); }
+  // Returns the index for the last half of a tile. If it has no columns in bounds, any valid index.
+  __device__ uint32_t last_half(uint32_t first) const { return min(first + half_stride, last); }
 };
 
 template <class Operand>
@@ -60,7 +60,7 @@ struct ScaledWeights : Operand {
   WeightScales scales;
 };
 
-// acc = A B for the warpgroup's 64 rows; `member`: which of the tile's.
+// acc = A B for the warpgroup's 64 rows. member: which 64 rows of the tile.
 template <class OperandA, class OperandB, class Shape>
 __device__ __forceinline__ void multiply_scaled_k_blocks(OperandRing<Shape>& ring, const OperandA& operand_a,
                                                          const OperandB& operand_b, const Tile& tile, int member,
@@ -68,23 +68,23 @@ __device__ __forceinline__ void multiply_scaled_k_blocks(OperandRing<Shape>& rin
   static_assert(Shape::kWarpgroupPanels == 1 && Shape::kTilesInFlight == 1 && Shape::kColumns == 2 * kScaleBlock,
                 "two halves of 128 columns by 64 rows per warpgroup");
   static_assert(OperandA::kMajor == Major::k && OperandB::kMajor == Major::k, "wgmma takes e4m3 operands K-major only");
-  constexpr int kHalf = kScaleBlock / 2;  // accumulators of a thread
+  constexpr int kHalf = kScaleBlock / 2;  // accumulators per thread
   const Descriptor first_a = make_descriptor(shared_address(ring.a[0])) + member * kNextPanel;
   const Descriptor first_b = make_descriptor(shared_address(ring.b[0]));
 #pragma unroll
   for (float& value : acc) value = 0.0f;
   const RowScales& row_scales = operand_a.scales;
   const WeightScales& weight_scales = operand_b.scales;
-  uint32_t of_rows[2];
+  uint32_t row_index[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int32_t row = tile.row + member * kPanel + warp_index() % 4 * (kPanel / 4) + i * 8 + lane_index() / 4;
-    of_rows[i] = row_scales.of(min(row, tile.end_row - 1));
+    row_index[i] = row_scales.of(min(row, tile.end_row - 1));
   }
-  uint32_t of_columns = weight_scales.of(tile);
-  // Whether the first product of a block adds to what is there is false, but for all the compiler knows may be true: so
-  // all products have the same registers, and wait until those of the ones before have been read. Else it begins the
-  // next products in others, which there are too few of.
+  uint32_t column_index = weight_scales.of(tile);
+  // `never` is 0, but the compiler cannot know: the first MMA of each block might add to its accumulators. This forces
+  // all MMAs into the same registers, so each waits until the previous sums have been read. Otherwise the compiler
+  // would start the next MMAs in other registers, and there are too few.
   float sums[kHalf];
 #pragma unroll
   for (float& value : sums) value = 0.0f;
@@ -93,10 +93,10 @@ __device__ __forceinline__ void multiply_scaled_k_blocks(OperandRing<Shape>& rin
   float columns[2];
   const auto load_scales = [&] {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) rows[i] = row_scales.scales[of_rows[i]++];
-    columns[0] = weight_scales.scales[of_columns];
-    columns[1] = weight_scales.scales[weight_scales.half_of(of_columns)];
-    of_columns += weight_scales.of_k;
+    for (int i = 0; i < 2; ++i) rows[i] = row_scales.scales[row_index[i]++];
+    columns[0] = weight_scales.scales[column_index];
+    columns[1] = weight_scales.scales[weight_scales.last_half(column_index)];
+    column_index += weight_scales.k_stride;
   };
   const auto wait_for = [&](const typename OperandRing<Shape>::Position& at) {
     ring.full[at.stage].wait(at.phase);
@@ -121,7 +121,7 @@ __device__ __forceinline__ void multiply_scaled_k_blocks(OperandRing<Shape>& rin
                                    k == 0 ? never : 1);
       }
       commit_products();
-      // While they run, all that the next ones need.
+      // While the MMAs run, load everything that the next ones need.
       const float scales[2] = {rows[0] * columns[half], rows[1] * columns[half]};
       if (half == 1 && k_block + 1 < last_k_block) {
         load_scales();

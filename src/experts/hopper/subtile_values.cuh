@@ -1,4 +1,4 @@
-// A subtile of accumulators as values that an epilogue may change.
+// A subtile of accumulators as values that an epilogue can modify.
 #pragma once
 
 #include "core/cuda/access.cuh"
@@ -7,7 +7,7 @@
 
 namespace anabranch::cuda::hopper {
 
-// Of one warp: lane i has columns of the subtile's rows i / 4 and i / 4 + 8, as wgmma leaves them.
+// One warp's subtile: lane i holds columns of rows i / 4 and i / 4 + 8, in the wgmma layout.
 template <class Out>
 struct SubtileValues {
   static constexpr int kCount = kSubtileColumns<Out> / 2;
@@ -15,13 +15,13 @@ struct SubtileValues {
 
   __device__ __forceinline__ explicit SubtileValues(const float* acc) { copy_accumulators(values, acc); }
 
-  // Times the rows' weights.
+  // Multiplies by the row weights.
   __device__ __forceinline__ void scale(const RowPair& rows) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) values[i] *= rows.weight[i / 2 % 2];
   }
 
-  // Plus a bias from `bias` on, 4-byte aligned, `left` elements of it, times the rows' weights.
+  // Adds the bias times the row weights. `bias` is 4-byte aligned and has `left` elements.
   __device__ __forceinline__ void add_weighted(const Out* bias, int left, const RowPair& rows) {
 #pragma unroll
     for (int i = 0; i < kCount; i += 4) {
@@ -36,7 +36,7 @@ struct SubtileValues {
     }
   }
 
-  // Becomes 0 in rows that are padding.
+  // Sets padding rows to 0.
   __device__ __forceinline__ void clear_padding(const RowPair& rows) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {

@@ -1,8 +1,8 @@
-// The way from accumulators to memory.
+// Stores accumulators to device memory.
 //
-// Each warp has buffers of its own in shared memory for subtiles of its results, 16 rows of 128 bytes with the 128-byte
-// swizzle. It writes its accumulators there, a subtile at a time, and the copy engine takes a subtile to memory while
-// the warp goes on. What lies outside the result, or below the rows of the expert, the copy engine leaves out.
+// Each warp has its own shared-memory buffers for subtiles of its results: 16 rows of 128 bytes with the 128-byte
+// swizzle. It writes accumulators there, one subtile at a time, and a TMA store copies the subtile to device memory
+// while the warp continues. TMA skips elements outside the result or after the rows of the expert.
 #pragma once
 
 #include "core/cuda/access.cuh"
@@ -15,12 +15,12 @@ namespace anabranch::cuda::hopper {
 
 constexpr int kSubtileRows = 16;
 constexpr int kSubtileBytes = kSubtileRows * kSwizzleBytes;
-constexpr int kSubtileBuffers = 2;  // of a warp
+constexpr int kSubtileBuffers = 2;  // per warp
 
 template <class Out>
 constexpr int kSubtileColumns = kSwizzleBytes / static_cast<int>(sizeof(Out));
 
-// A subtile of 16-bit elements, packed two by two as accumulators have them.
+// A subtile of 16-bit elements, packed in pairs in accumulator order.
 using SubtileWords = uint32_t[kSwizzleBytes / 8];
 
 template <class Out>
@@ -29,38 +29,39 @@ __device__ __forceinline__ void pack_subtile(const float* values, SubtileWords& 
   for (int i = 0; i < kSwizzleBytes / 8; ++i) words[i] = pack<Out>(values[2 * i], values[2 * i + 1]);
 }
 
-// Epilogues that read nothing ahead.
-struct NothingPrefetched {};
+// For epilogues without prefetches.
+struct EmptyPrefetch {};
 class SubtileWriter;
-struct PrefetchesNothing {
-  // Whether the epilogue leaves so few registers that gathering must make do with less, and none for which tile it is.
+struct NoPrefetch {
+  // kTakesRegisters: the epilogue needs so many registers that gathering gets fewer. kTakesPosition: it leaves no
+  // register for the tile index.
   template <class Shape>
   static constexpr bool kTakesRegisters = false;
   static constexpr bool kTakesPosition = false;
-  static constexpr bool kKeeps = false;
+  static constexpr bool kDefersStores = false;
 
   template <class Shape>
-  __device__ NothingPrefetched begin_prefetch(const SubtileWriter&, const Tile&, int) const {
+  __device__ EmptyPrefetch begin_prefetch(const SubtileWriter&, const Tile&, int) const {
     return {};
   }
   template <class Shape>
-  __device__ void finish_prefetch(NothingPrefetched) const {}
+  __device__ void finish_prefetch(EmptyPrefetch) const {}
 };
 
-// Of one warp. Destination: whose elements, `Out`, how many columns there are, and send() of a subtile to its place.
+// Stores the results of one warp. Destination: element type `Out`, number of columns, and send() of a subtile.
 class SubtileWriter {
  public:
   // subtiles: kSubtileBuffers buffers of kSubtileBytes, 1024-byte aligned.
   __device__ explicit SubtileWriter(char* subtiles) : subtiles_(shared_address(subtiles)) {}
 
-  // The same of a warp whose earlier writer is forgotten: nothing of it takes registers while a product runs.
-  static __device__ __forceinline__ SubtileWriter anew(char* subtiles) {
+  // Reconstructs the writer of a warp, so that it takes no registers during the main loop.
+  static __device__ __forceinline__ SubtileWriter reopen(char* subtiles) {
     if (lane_index() == 0) wait_for_stores_to_read<0>();
     __syncwarp();
     return SubtileWriter(subtiles);
   }
 
-  // Rows row, ..., row + 15 of the tile, all its columns. acc: of m64nkColumns.
+  // Writes rows row, ..., row + 15 of the tile, all its columns. acc: accumulators of m64nkColumns.
   template <int kColumns, class Destination>
   __device__ void write(const Destination& to, const Tile& tile, int row, const float (&acc)[kColumns / 2]) {
     using Out = typename Destination::Out;
@@ -72,7 +73,7 @@ class SubtileWriter {
     }
   }
 
-  // One subtile, the columns from `column` of the tile on. acc: theirs.
+  // Writes one subtile, from `column` of the tile on. acc: its accumulators.
   template <class Destination>
   __device__ __forceinline__ void write_subtile(const Destination& to, const Tile& tile, int row, int column,
                                                 const float* acc) {
@@ -81,7 +82,7 @@ class SubtileWriter {
     send(to, subtile, tile, row, column);
   }
 
-  // The same of 16-bit elements that are packed already.
+  // Writes one subtile of packed 16-bit elements.
   template <class Destination>
   __device__ __forceinline__ void write_packed_subtile(const Destination& to, const Tile& tile, int row, int column,
                                                        const SubtileWords& words) {
@@ -90,7 +91,7 @@ class SubtileWriter {
     send(to, subtile, tile, row, column);
   }
 
-  // Zeros in the place of write().
+  // Writes zeros instead of accumulators.
   template <int kColumns, class Destination>
   __device__ void write_zeros(const Destination& to, const Tile& tile, int row) {
     using Out = typename Destination::Out;
@@ -103,10 +104,10 @@ class SubtileWriter {
     }
   }
 
-  // The memory of the subtiles, for an epilogue that writes none.
+  // The memory of the subtiles, for epilogues that use it otherwise.
   __device__ uint32_t subtiles() const { return subtiles_; }
 
-  // Before the block ends.
+  // Must be called before the CTA exits.
   __device__ void finish() {
     if (lane_index() == 0) wait_for_stores_to_read<0>();
   }
@@ -120,10 +121,10 @@ class SubtileWriter {
     return subtile;
   }
 
-  // word(i): elements 2 i and 2 i + 1 of a lane's.
+  // word(i): the lane's elements 2 i and 2 i + 1.
   template <class WordAt>
   __device__ __forceinline__ void fill_packed(uint32_t subtile, const WordAt& word) {
-    // Of four 8x8 matrices at a time, the second stands below the first and the other two to their right.
+    // Each step stores four 8x8 matrices: the second is below the first, the other two are to their right.
     const uint32_t place = subtile + swizzled(lane_index() % 16, lane_index() / 16);
 #pragma unroll
     for (int chunk = 0; chunk < kSwizzleBytes / 16; chunk += 2) {

@@ -1,4 +1,4 @@
-// The shape of a result tile, and how the warpgroups of a block work on it.
+// Tile shapes, and how the warpgroups of a CTA share tiles.
 #pragma once
 
 #include "core/cuda/wgmma.cuh"
@@ -8,12 +8,12 @@ namespace anabranch::cuda::hopper {
 
 static_assert(kBlockK == kPanel, "a k-block is one panel deep");
 
-// How the two consumer warpgroups share the tiles of a block. cooperative: both work on the same tile, split by rows,
-// which may be large. ping_pong: they take tiles in turn; while one stores its tile the other one multiplies, so that
-// tiles of few k-blocks don't leave the tensor cores idle.
+// How the two consumer warpgroups share the tiles of a CTA. cooperative: both work on one tile, split by rows, which
+// allows large tiles. ping_pong: they alternate between tiles; one stores its tile while the other multiplies, so that
+// tiles with few k-blocks don't leave the tensor cores idle.
 enum class Schedule { cooperative, ping_pong };
 
-// kBlocks: of a cluster, whose tiles may have an operand in common.
+// kBlocks: CTAs per cluster, whose tiles may share operand B.
 template <int kRows_, int kColumns_, int kStages_, Schedule kSchedule, int kBlocks_ = 1>
 struct TileShape {
   static constexpr int kRows = kRows_;
@@ -23,7 +23,7 @@ struct TileShape {
   static constexpr int kBlocks = kBlocks_;
 
   static constexpr int kConsumers = 2;                                 // warpgroups
-  static constexpr int kTileWarpgroups = kConsumers / kTilesInFlight;  // that work on one tile
+  static constexpr int kTileWarpgroups = kConsumers / kTilesInFlight;  // per tile
   static constexpr int kTileWarps = kTileWarpgroups * 4;
   static constexpr int kWarpgroupRows = kRows / kTileWarpgroups;
   static constexpr int kWarpgroupPanels = kWarpgroupRows / kPanel;
@@ -32,15 +32,15 @@ struct TileShape {
   static constexpr int kBytesB = kColumns / kPanel * kPanelBytes;
 
   static_assert(kRows % (kPanel * kTileWarpgroups) == 0 && kColumns % kPanel == 0,
-                "every warpgroup has whole panels of 64 rows and 64 columns");
+                "every warpgroup must have whole panels of 64 rows and 64 columns");
 };
 
-// The shapes that kernels are built for, each with the stages that fill shared memory beside the epilogue's.
+// Shapes with kernels. The number of stages fills the shared memory that the epilogue leaves.
 using Tile128x256 = TileShape<128, 256, 4, Schedule::cooperative>;
 using Tile128x192 = TileShape<128, 192, 4, Schedule::ping_pong>;
 using Tile128x128 = TileShape<128, 128, 6, Schedule::ping_pong>;
 
-// The same for clusters of two blocks.
+// The same shape for clusters of two CTAs.
 template <class Shape>
 using InPairs = TileShape<Shape::kRows, Shape::kColumns, Shape::kStages,
                           Shape::kTilesInFlight == 2 ? Schedule::ping_pong : Schedule::cooperative, 2>;

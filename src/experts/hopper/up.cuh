@@ -1,4 +1,4 @@
-// Launches the up product, x W_in with the activation in its epilogue.
+// Launches the up GEMM x W_in with the activation in its epilogue.
 #pragma once
 
 #include <type_traits>
@@ -15,17 +15,17 @@ template <HiddenColumns kColumns, Major kMajor>
 using UpWeights = std::conditional_t<kColumns == HiddenColumns::gated, GatedWeightOperand<kMajor>,
                                      WeightOperand<kMajor, parts_of(kColumns)>>;
 
-// The matrices of one part, or all P F columns, from `column` on: boxes of 64 columns as they are stored, or of so many
-// that are stored as rows.
+// Tensor map of the matrices of one part, or of all P F columns, from `column` on. Boxes have 64 columns for weights as
+// stored, and box_columns rows for transposed weights.
 template <Major kMajor, class Shape>
 ab_status make_up_map(const Up& up, int64_t column, int64_t columns, int box_columns, CUtensorMap* map) {
   const FfnSizes& s = up.s;
-  const int64_t of_expert = s.P * s.F;
+  const int64_t expert_columns = s.P * s.F;
   const char* data = static_cast<const char*>(up.w_in.data) + column * (kMajor == Major::k ? s.D : 1) * 2;
   return kMajor == Major::k
              ? make_matrices_map("w_in", data, up.w_in.dtype, s.E, columns, s.D, kPanel, box_columns, map, s.D,
-                                 of_expert)
-             : make_matrices_map("w_in", data, up.w_in.dtype, s.E, s.D, columns, kPanel, kPanel, map, of_expert);
+                                 expert_columns)
+             : make_matrices_map("w_in", data, up.w_in.dtype, s.E, s.D, columns, kPanel, kPanel, map, expert_columns);
 }
 
 template <class Shape, Major kMajor>
@@ -39,7 +39,7 @@ ab_status prepare_up_weights(const Up& up, WeightOperand<kMajor, kScale>* weight
   return make_up_map<kMajor, Shape>(up, 0, up.s.P * up.s.F, Shape::kColumns / Shape::kBlocks, &weights->map);
 }
 
-// Likewise of b_in.
+// Tensor map of b_in, with the same columns.
 inline ab_status make_bias_map(const Up& up, int64_t column, int64_t columns, CUtensorMap* map) {
   const char* data = static_cast<const char*>(up.b_in.data) + column * 2;
   return make_matrices_map("b_in", data, up.b_in.dtype, up.s.E, 1, columns, kPanel, kWgmmaK, map, up.s.P * up.s.F);
@@ -71,31 +71,31 @@ ab_status launch_up(const Up& up, int multiprocessors, cudaStream_t stream) {
   auto& out = product.epilogue;
   AB_RETURN_IF_ERROR(make_map("a", up.a.data, s.F, s.F, &out.a));
   for (int64_t i = 0; i < out.kHiddenMaps; ++i) {
-    // Without h some memory, for the map.
+    // Without h the map still needs a valid address.
     void* h = up.h.data == nullptr ? up.a.data : static_cast<char*>(up.h.data) + i * s.F * 2;
     AB_RETURN_IF_ERROR(make_map("h", h, kParts * s.F / out.kHiddenMaps, kParts * s.F, &out.h[i]));
   }
   out.weights = RowWeights(up.map, up.weights);
   out.columns = static_cast<int32_t>(s.F);
   out.activation = up.activation;
-  out.keeps_h = up.h.data != nullptr;
+  out.writes_h = up.h.data != nullptr;
   product.tiles = {groups_of(up.group_sizes, s.E, s.R), static_cast<int32_t>(s.D),
                    static_cast<int32_t>(ceil_div(s.F, kWidth)), up.skips_rest};
   const int64_t tiles = most_row_tiles(s.R, s.E, Shape::kRows) * product.tiles.column_tiles;
-  return launch_product("up product", product, tiles, multiprocessors, stream);
+  return launch_product("up GEMM", product, tiles, multiprocessors, stream);
 }
 
-// For other layouts than ours kernels always gather; of rows that stand in their order, in that.
+// Layouts other than the default one have gathering kernels only; these read ungathered rows through the identity map.
 template <HiddenColumns kHidden, Major kMajor>
 ab_status launch_up(const Up& up, TileChoice tile, int multiprocessors, cudaStream_t stream) {
-  constexpr bool kIsOurs = kHidden != HiddenColumns::interleaved && kMajor == Major::mn;
+  constexpr bool kIsDefaultLayout = kHidden != HiddenColumns::interleaved && kMajor == Major::mn;
   const auto with_operand = [&]<class OperandA, class Element>() {
     return tile == TileChoice::k128x256
                ? launch_up<InPairs<Tile128x256>, Element, OperandA, kHidden, kMajor>(up, multiprocessors, stream)
                : launch_up<InPairs<Tile128x128>, Element, OperandA, kHidden, kMajor>(up, multiprocessors, stream);
   };
   const auto with_element = [&]<class Element>(Element) {
-    if constexpr (kIsOurs) {
+    if constexpr (kIsDefaultLayout) {
       if (!up.map.by_slot) return with_operand.template operator()<RowOperand, Element>();
     }
     return with_operand.template operator()<GatheredRowOperand, Element>();

@@ -1,5 +1,5 @@
-// The epilogue of the up product: h = acc,  a = phi(h_gate, h_up), or act(h) of ungated experts, times the row's weight
-// where it comes early.
+// Epilogue of the up GEMM: h = acc and a = phi(h_gate, h_up), or act(h) for ungated experts, times the row's weight if
+// it is applied early.
 #pragma once
 
 #include "experts/activation.h"
@@ -11,19 +11,19 @@
 
 namespace anabranch::cuda::hopper {
 
-// Gate and up side by side: the first half of a tile's columns are the gate's (GatedWeightOperand). `columns`, and a
-// tile's, are those of `a`.
+// Gated layout: the first half of a tile's columns are gate columns (GatedWeightOperand). `columns` and the columns of
+// a tile refer to `a`.
 template <class Element, HiddenColumns kHidden>
-struct UpEpilogue : PrefetchesNothing {
+struct UpEpilogue : NoPrefetch {
   static constexpr int kParts = parts_of(kHidden);
   static constexpr int kHiddenMaps = kHidden == HiddenColumns::gated ? 2 : 1;
 
   CUtensorMap h[kHiddenMaps];  // row windows of [R, F] each, or of [R, 2 F], boxes of a subtile
   CUtensorMap a;
-  RowWeights weights;  // early ones
+  RowWeights weights;  // null unless applied early
   int32_t columns;     // F
   Activation activation;
-  bool keeps_h;
+  bool writes_h;
 
   __device__ void prefetch_maps() const {
 #pragma unroll
@@ -36,7 +36,7 @@ struct UpEpilogue : PrefetchesNothing {
 
   template <class Shape>
   __device__ void write(SubtileWriter& writer, const Tile& tile, int row, int, const float (&acc)[Shape::kColumns / 2],
-                        NothingPrefetched) const {
+                        EmptyPrefetch) const {
     if (tile.row + row >= tile.end_row) return;
     constexpr int kWidth = Shape::kColumns / kParts;
     const RowPair rows(weights, tile, row);
@@ -71,7 +71,7 @@ struct UpEpilogue : PrefetchesNothing {
   template <class Shape>
   __device__ void write_zeros(SubtileWriter& writer, const Tile& tile, int row) const {
     writer.write_zeros<Shape::kColumns / kParts>(Destination{a, columns}, tile, row);
-    if (!keeps_h) return;
+    if (!writes_h) return;
 #pragma unroll
     for (const CUtensorMap& map : h) {
       writer.write_zeros<Shape::kColumns / kHiddenMaps>(Destination{map, kHiddenScale * columns}, hidden_tile(tile),
@@ -81,7 +81,7 @@ struct UpEpilogue : PrefetchesNothing {
 
  protected:
   using Values = SubtileValues<Element>;
-  static constexpr int kHiddenScale = kParts / kHiddenMaps;  // columns of a map of h for each of `a`
+  static constexpr int kHiddenScale = kParts / kHiddenMaps;  // columns of a map of h per column of `a`
 
   struct Destination {
     using Out = Element;
@@ -92,7 +92,7 @@ struct UpEpilogue : PrefetchesNothing {
     }
   };
 
-  // The tile in columns of a map of h.
+  // The tile with columns of a map of h.
   static __device__ Tile hidden_tile(Tile tile) {
     tile.column *= kHiddenScale;
     return tile;
@@ -105,11 +105,11 @@ struct UpEpilogue : PrefetchesNothing {
     for (int i = 0; i < kCount; ++i) values[i] *= rows.weight[i / 2 % 2];
   }
 
-  // Writes a subtile of h, if it is kept, and finds a; h: of gate and up.
+  // Writes a subtile of h if it is requested, and computes `a` from it.
   __device__ __forceinline__ void write_hidden(SubtileWriter& writer, const Tile& tile, int row, int column,
                                                const float* const (&hidden)[kParts],
                                                float (&result)[Values::kCount]) const {
-    if (keeps_h) {
+    if (writes_h) {
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
         writer.write_subtile(Destination{h[part], columns}, tile, row, column, hidden[part]);
@@ -118,7 +118,7 @@ struct UpEpilogue : PrefetchesNothing {
     activate_columns(hidden[0], hidden[kParts - 1], result);
   }
 
-  // The same of accumulators that have padding among their rows.
+  // Like write_hidden(), for accumulators with padding rows.
   __device__ __forceinline__ void write_cleared(SubtileWriter& writer, const Tile& tile, int row, int column,
                                                 const float* const (&acc)[kParts], const RowPair& rows,
                                                 float (&result)[Values::kCount]) const {
@@ -133,18 +133,18 @@ struct UpEpilogue : PrefetchesNothing {
     }
   }
 
-  // The same of a subtile of alternating columns, `column` counted as those: every pair of a lane's is a gate and an
-  // up. words: of half a subtile of `a`.
+  // Like write_hidden(), for one subtile of interleaved columns, which `column` counts: every pair of accumulators is a
+  // gate and an up value. words: half a subtile of `a`.
   __device__ __forceinline__ void write_pairs(SubtileWriter& writer, const Tile& tile, int row, int column,
                                               const float* acc, const RowPair& rows, bool all_real,
                                               uint32_t* words) const {
     constexpr int kCount = Values::kCount / 2;
-    const Tile of_h = hidden_tile(tile);
-    const int32_t left = 2 * columns - of_h.column - column;
+    const Tile h_tile = hidden_tile(tile);
+    const int32_t left = 2 * columns - h_tile.column - column;
     Values pairs(acc + column / 2);
     if (!all_real) pairs.clear_padding(rows);
-    if (keeps_h && left > 0) writer.write_subtile(Destination{h[0], 2 * columns}, of_h, row, column, pairs.values);
-    // Of rows i / 4 and i / 4 + 8 in turn, in every 8 of the alternating columns one.
+    if (writes_h && left > 0) writer.write_subtile(Destination{h[0], 2 * columns}, h_tile, row, column, pairs.values);
+    // Rows i / 4 and i / 4 + 8 alternate; each has one value per 8 interleaved columns.
     float gate[kCount];
     float up[kCount];
 #pragma unroll
@@ -167,7 +167,7 @@ struct UpEpilogue : PrefetchesNothing {
     }
   }
 
-  // a of as many columns of gate and up.
+  // Computes `a` from kCount gate and up values.
   template <int kCount>
   __device__ __forceinline__ void activate_columns(const float* gate, const float* up, float (&result)[kCount]) const {
     with_common_formula(activation, [&]<Formula kFormula>() {
@@ -191,10 +191,11 @@ struct UpEpilogue : PrefetchesNothing {
       in[i % 2][i / 2] = bits_of(gate[i]);
       in[2 + i % 2][i / 2] = bits_of(kParts == 2 ? up[i] : 1.0f);
     }
-    for_column_pairs<true>(in, out, [&](const uint32_t (&of)[4], uint32_t (&of_a)[2]) {
+    for_column_pairs<true>(in, out, [&](const uint32_t (&words)[4], uint32_t (&a_words)[2]) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        of_a[i] = bits_of(activate<Formula::any>(activation, float_from_bits(of[i]), float_from_bits(of[2 + i])));
+        a_words[i] =
+            bits_of(activate<Formula::any>(activation, float_from_bits(words[i]), float_from_bits(words[2 + i])));
       }
     });
 #pragma unroll

@@ -1,4 +1,4 @@
-// Launches gradients of weights.
+// Launches weight gradients.
 #pragma once
 
 #include <type_traits>
@@ -36,20 +36,20 @@ ab_status launch_weight_gradient(const WeightGradient& g, const SegmentBounds& b
   Product<Shape, Element, GradientA<kGathered>, GradientB<kGathered>, SegmentTiles,
           SegmentTileScheduler<Shape::kRows, Shape::kColumns>, WeightGradientEpilogue<Element>>
       product;
-  // Without rows some memory, for the map.
+  // Without rows the map still needs a valid address.
   const auto with_memory = [&](const Floats& m) { return m.data == nullptr ? Floats(g.d_w.data, m.dtype) : m; };
   AB_RETURN_IF_ERROR(prepare_operand("x", with_memory(g.x), g.map, g.D, &product.a));
   AB_RETURN_IF_ERROR(prepare_operand("d_y", with_memory(g.d_y), g.map, g.N, &product.b));
   auto& out = product.epilogue;
   out.columns = static_cast<int32_t>(g.N);
-  out.wide = g.d_w.dtype == AB_FLOAT32;
-  out.adds = g.accumulates;
+  out.d_w_is_float = g.d_w.dtype == AB_FLOAT32;
+  out.accumulates = g.accumulates;
   AB_RETURN_IF_ERROR(make_matrices_map("d_w", g.d_w.data, g.d_w.dtype, g.E, g.D, g.N,
-                                       out.wide ? kSubtileColumns<float> : kSubtileColumns<Element>, kSubtileRows,
-                                       &out.map));
+                                       out.d_w_is_float ? kSubtileColumns<float> : kSubtileColumns<Element>,
+                                       kSubtileRows, &out.map));
   out.partials = out.map;
   if (bounds.partials > 0) {
-    AB_RETURN_IF_ERROR(make_matrices_map("partial results", list.partials, AB_FLOAT32, bounds.partials, g.D, g.N,
+    AB_RETURN_IF_ERROR(make_matrices_map("partial sums", list.partials, AB_FLOAT32, bounds.partials, g.D, g.N,
                                          kSubtileColumns<float>, kSubtileRows, &out.partials));
   }
   const auto row_tiles = static_cast<int32_t>(ceil_div(g.D, Shape::kRows));

@@ -1,4 +1,4 @@
-// From operands in shared memory to accumulators in registers.
+// Loads operands from shared memory into MMA fragments, and multiplies them into accumulators.
 #pragma once
 
 #include "core/cuda/keep.cuh"
@@ -9,8 +9,9 @@
 
 namespace anabranch::cuda::portable {
 
-// The fragments of a warp's sides of an operand, from `side` on, as this lane loads them. Places in a k-block differ
-// from the first one in bits of their own, which are flipped or added; so a lane keeps that one alone.
+// The fragments of one warp's sides (rows of A or columns of B) from `side` on, as this lane loads them. Addresses in a
+// k-block differ from the first one in separate bits, which are flipped or added, so a lane stores only the first
+// address.
 template <Major kMajor, class Element, int kSides>
 class Fragments {
   using Tile = SharedTile<kMajor, sizeof(Element), kSides>;
@@ -38,7 +39,7 @@ class Fragments {
     keep(first_);
   }
 
-  // a[0 ... 3] of every 16 rows of operand A.
+  // Loads a[0 ... 3] for each 16 rows of operand A.
   template <int kCount>
   __device__ __forceinline__ void load_a(uint32_t block, int step, uint32_t (&a)[kCount][4]) const {
     if constexpr (kFours) {
@@ -55,7 +56,7 @@ class Fragments {
       for (int i = 0; i < kCount; ++i) load(block, i, step, a[i]);
     }
   }
-  // b[0], b[1] of 8 columns of operand B each, of the n-th 32.
+  // Loads b[0] and b[1] for 4 x 8 columns of operand B: the n-th 32 columns.
   __device__ __forceinline__ void load_b(uint32_t block, int n, int step, uint32_t (&b)[4][2]) const {
     if constexpr (kFours) {
       const uint4 first = load_fours(block, n, step, 0);
@@ -76,7 +77,7 @@ class Fragments {
   }
 
  private:
-  static constexpr int kFlipBytes = 32;  // two chunks: a step of k, or 16 sides of 16-bit elements
+  static constexpr int kFlipBytes = 32;  // two chunks: one step of k, or 16 sides of 16-bit elements
 
   __device__ static uint32_t place(const MatrixPlace& at) { return Tile::chunk(at.row, at.chunk); }
 
@@ -97,7 +98,7 @@ class Fragments {
     }
   }
 
-  // The first or second words of k of the n-th 4 times 8 sides.
+  // Loads the first or second words of k for the n-th 4 x 8 sides.
   __device__ __forceinline__ uint4 load_fours(uint32_t block, int n, int step, int word) const {
     const auto steps = static_cast<uint32_t>((step * 8 + word * 4) * kSides * 4);
     return load_shared<uint4>(block + first_ + static_cast<uint32_t>(n * kFoursBytes) + steps);
@@ -106,31 +107,29 @@ class Fragments {
   uint32_t first_;
 };
 
-// A float32 number as the sum of two TF32 numbers and what they can't hold: at most 2^-23 of it. Tensor cores don't see
-// the last 13 bits of `low`. Of a number that is none, `high` may be anything and `low` is none: sums are what they
-// should be.
+// Splits a float32 number into the sum of two TF32 numbers, up to a relative error of 2^-23. Tensor cores ignore the
+// last 13 bits of `low`. For NaN, `high` may be anything but `low` is NaN, so sums stay NaN.
 struct Split {
   uint32_t high;
   uint32_t low;
 };
-constexpr uint32_t kHalfOfTf32 = 0x1000u;  // half a unit in the last place
+constexpr uint32_t kHalfOfTf32 = 0x1000u;  // half a unit in the last place of TF32
 constexpr uint32_t kTf32 = 0xffffe000u;
 AB_INLINE Split split(uint32_t bits) {
   const uint32_t high = (bits + kHalfOfTf32) & kTf32;
   return {high, bits_of(float_from_bits(bits) - float_from_bits(high))};
 }
-// Of TF32: tensor cores cut off the last 13 bits, 2^-10 of a number. A third of that is added before, so that a number
-// becomes one at most two thirds of 2^-10 from it, on either side alike; TF32 numbers stay what they are, and what is
-// not a number stays none.
+// Rounds to TF32. Tensor cores truncate the last 13 bits, up to 2^-10 of a number. Adding a third of that beforehand
+// centres the error at 2/3 of 2^-10 in either direction. TF32 numbers stay unchanged, and NaN stays NaN.
 AB_INLINE uint32_t rounded_to_tf32(uint32_t bits) {
   const float value = float_from_bits(bits);
   return bits_of(fmaf(value, 0x1.555556p-12f, value));
 }
-// A warp's accumulators.
+// Accumulators of one warp.
 template <class Shape>
 using Accumulators = float[Shape::kFragmentsDown][Shape::kFragmentsAcross][4];
 
-// Operands as instructions take them: as they are, rounded, or in two parts.
+// Operands as the instructions read them: unchanged, rounded to TF32, or split in two.
 template <class Element, Precision kPrecision, int kRows, int kColumns>
 struct Operands {
   static constexpr bool kSplits = splits(sizeof(Element), kPrecision);
@@ -154,8 +153,8 @@ struct Operands {
   }
 };
 
-// A warp's part of the product of two k-blocks. What is needed next is loaded while something else is multiplied: what
-// is needed first of two k-blocks, before the last products of the ones before.
+// Multiplies one warp's share of two k-blocks. Loads overlap with MMA: each operand is loaded while the one before it
+// is multiplied, and the first operands of the next k-blocks before the last MMAs of the current ones.
 template <class Shape, class Element, Precision kPrecision, Major kMajorA, Major kMajorB>
 class WarpProduct {
   static constexpr bool kSplits = splits(sizeof(Element), kPrecision);
@@ -165,18 +164,18 @@ class WarpProduct {
   using OperandsB = Operands<Element, kPrecision, 4, 2>;
 
  public:
-  // Of the rows from `row` and the columns from `column` of the tile on.
+  // Covers the tile's rows from `row` on and its columns from `column` on.
   __device__ WarpProduct(int row, int column)
       : a_(typename decltype(a_)::A{}, row), b_(typename decltype(b_)::B{}, column) {}
 
-  // Loads what add() needs first of two k-blocks.
+  // Loads the first operands that add() needs of two k-blocks.
   __device__ __forceinline__ void load(uint32_t block_a, uint32_t block_b) {
     a_.load_a(block_a, 0, left_);
     b_.load_b(block_b, 0, 0, right_);
   }
 
-  // acc += their product, up to what finish() adds. advance(): called when nothing of them is needed any more but what
-  // the warp has in registers, to load what is needed first of the next ones.
+  // acc += A B, except for sums that finish() adds. Calls advance() once the warp holds all operands it still needs in
+  // registers; advance() loads the first operands of the next k-blocks.
   template <class Advance>
   __device__ __forceinline__ void add(uint32_t block_a, uint32_t block_b, Accumulators<Shape>& acc,
                                       const Advance& advance) {
@@ -188,8 +187,8 @@ class WarpProduct {
     }
   }
 
-  // Tensor cores round sums towards zero: they sum some k-blocks' terms, and the ordinary units, which round to
-  // nearest, add these sums up.
+  // Tensor cores round sums towards zero. They therefore sum the terms of a few k-blocks only; ordinary additions,
+  // which round to nearest, accumulate these sums.
   __device__ __forceinline__ void finish(Accumulators<Shape>& acc) {
     if constexpr (kSplits) {
       summed_ = 0;
@@ -227,7 +226,7 @@ class WarpProduct {
         } else {
           advance();
         }
-        // a b = a_high b_high + (a_high b_low + a_low b_high), the small terms first.
+        // a b = a_high b_high + (a_high b_low + a_low b_high), small terms first.
         if constexpr (kSplits) {
           multiply(a.low, b.high, n, sums);
           multiply(a.high, b.low, n, sums);
@@ -247,8 +246,8 @@ class WarpProduct {
 
   Fragments<kMajorA, Element, Shape::kRows> a_;
   Fragments<kMajorB, Element, kTileColumns> b_;
-  uint32_t left_[kDown][4];  // of A: what is needed next
-  uint32_t right_[4][2];     // of B
+  uint32_t left_[kDown][4];  // next fragments of A
+  uint32_t right_[4][2];     // next fragments of B
   Accumulators<Shape> sum_ = {};
   int summed_ = 0;
 };

@@ -1,4 +1,4 @@
-// Launches the gradient of the hidden rows, d_y W_out^T with the activation's derivative in its epilogue.
+// Launches the gradient of the intermediate rows: d_y W_out^T, with the activation's derivative in the epilogue.
 #pragma once
 
 #include "experts/portable/hidden_gradient_epilogue.cuh"
@@ -26,8 +26,8 @@ ab_status launch_hidden_gradient(const HiddenGradient& g, int multiprocessors, c
   out.hidden = HiddenLayout(s);
   out.R = static_cast<int32_t>(s.R);
   out.aligned = are_aligned(out.h, s.F) && are_aligned(out.dh, s.F) && are_aligned(out.weighted_a, s.F);
-  return launch_over_rows("hidden gradient", product, groups_of(g.group_sizes, s.E, s.R), g.map, s.D, s.F, kTileColumns,
-                          g.skips_rest, multiprocessors, stream);
+  return launch_over_rows("intermediate gradient", product, groups_of(g.group_sizes, s.E, s.R), g.map, s.D, s.F,
+                          kTileColumns, g.skips_rest, multiprocessors, stream);
 }
 
 // W_out [E, F, D] is operand B, transposed: its rows have D elements.

@@ -1,8 +1,9 @@
-// The epilogue of the product da' = d_y W_out^T: reads h and writes, with w the row's weight,
+// Epilogue of da' = d_y W_out^T. Reads h and writes, for a row of weight w,
 //
-//     a = phi(h_gate, h_up), or act(h) of ungated experts;   w a;   dh = phi'(h) w da';   dots = <da', a>
+//     a = phi(h_gate, h_up), or act(h) for ungated experts;   w a;   dh = phi'(h) w da';   partial sums of <da', a>
 //
-// all zero in padding. A lane reads of h what it writes of dh, before it does: they may be the same memory.
+// All outputs are zero in padding rows. Each lane reads the elements of h before it writes the same elements of dh, so
+// dh may alias h.
 #pragma once
 
 #include "core/cuda/warp.cuh"
@@ -13,20 +14,20 @@ namespace anabranch::cuda::portable {
 
 template <class Element>
 struct HiddenGradientEpilogue {
-  const Element* h;     // hidden rows
-  Element* dh;          // the same, or nullptr
+  const Element* h;     // intermediate rows
+  Element* dh;          // intermediate rows, or nullptr
   Element* weighted_a;  // [R, F], or nullptr
-  float* dots;          // [columns of tiles, R]: each tile's part; or nullptr
+  float* dots;          // [column tiles, R]: partial sum of <da', a> per tile; or nullptr
   Activation activation;
   HiddenLayout hidden;
   int32_t R;
-  bool aligned;  // all that is there
+  bool aligned;  // all tensors allow 16-byte accesses
 
   template <class Staging>
   __device__ __forceinline__ void operator()(const StagedTile<Staging>& staged) const {
     constexpr int kEach = kChunk<Element>;
-    constexpr int kLanes = kTileColumns / kEach;  // of a row
-    static_assert(kLanes == 16 || kLanes == 32, "lanes of a row are neighbours");
+    constexpr int kLanes = kTileColumns / kEach;  // per row
+    static_assert(kLanes == 16 || kLanes == 32, "the lanes of a row are adjacent");
     const Tile& tile = staged.tile;
     staged.template for_each<kEach, 1>(kTileColumns, [&](int row, int column, uint32_t place) {
       const bool is_row = tile.row + row < tile.end_row;
@@ -39,7 +40,7 @@ struct HiddenGradientEpilogue {
   }
 
  private:
-  // kEach columns of a row; returns their part of <da', a>.
+  // Writes kEach columns of a row. Returns their partial sum of <da', a>.
   template <int kEach, class Staging>
   __device__ __forceinline__ float write(const StagedTile<Staging>& staged, int row, int column, uint32_t place) const {
     const int32_t first = staged.tile.column + column;

@@ -1,5 +1,5 @@
-// How the columns of hidden rows stand, gate and up in two parts or alternating, for epilogues that work on
-// neighbouring columns of both.
+// Column layout of intermediate rows, for epilogues that work on adjacent gate and up columns: gate and up are two
+// separate parts or alternate.
 #pragma once
 
 #include "experts/check.h"
@@ -17,8 +17,8 @@ struct HiddenLayout {
   explicit HiddenLayout(const FfnSizes& s)
       : F(static_cast<int32_t>(s.F)), parts(static_cast<int32_t>(s.P)), interleaved(s.P == 2 && s.layout.interleaved) {}
 
-  // kEach neighbouring columns of F and their gates and ups are two runs of kEach neighbours in a hidden row. Where the
-  // i-th one begins, and how many of it there are.
+  // In an intermediate row, the gates and ups of kEach adjacent columns of F form two runs of kEach adjacent elements.
+  // Returns the first index of the i-th run, and the number of elements from there to the end of its part.
   AB_INLINE int32_t begin_of_run(int32_t column, int i, int each) const {
     return interleaved ? 2 * column + i * each : i * F + column;
   }
@@ -27,7 +27,7 @@ struct HiddenLayout {
   }
 };
 
-// From two runs to gates and ups, and back.
+// Converts two runs into gates and ups, and back.
 template <int kEach>
 __device__ __forceinline__ void separate(bool interleaved, Neighbours<kEach>& first, Neighbours<kEach>& second) {
   if (!interleaved) return;

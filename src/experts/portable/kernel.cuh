@@ -1,12 +1,12 @@
-// The grouped product on tensor cores as every GPU since Ampere has them: persistent blocks, two or three a
-// multiprocessor of four warps each, or one of eight. A block copies k-blocks of both operands to a ring of stages
-// (cp.async), some ahead of the one that all warps multiply, then hands its accumulators to the epilogue by way of
-// shared memory:
+// Grouped GEMM on mma.sync (sm80 and newer). Persistent CTAs: two or three per SM with four warps each, or one with
+// eight warps. All warps copy k-blocks of both operands into a ring of stages (cp.async), several k-blocks ahead of the
+// one they multiply, then pass the accumulators to the epilogue through shared memory.
 //
-//   main loop   [kStages] { A: kBytesA, B: kBytesB }       one barrier a k-block
-//   epilogue    [kStagedRows][kTileColumns, some] float    in the same place, fragment after fragment,
-//               [kRows] float                              and the weights of the rows
-//   beside      the tile, the slots of its rows
+//   shared memory
+//   main loop   [kStages] { A: kBytesA, B: kBytesB }             one barrier per k-block
+//   epilogue    [kStagedRows][kTileColumns + padding] float      aliases the stages; one fragment row per warp
+//               [kRows] float                                    row weights
+//   separate    the current tile, and the assignments of its rows
 #pragma once
 
 #include "core/cuda/dynamic_memory.cuh"
@@ -21,8 +21,8 @@
 
 namespace anabranch::cuda::portable {
 
-// What a product is made of. Scheduler: which tiles there are, made of Tiles (cuda/tiles/), with columns counted in
-// tiles. Epilogue: what becomes of the accumulators, called with a StagedTile by all threads of the block.
+// The types and arguments of a GEMM. Scheduler: lists the tiles, constructed from Tiles (cuda/ops/tiles/), with columns
+// in units of tiles. Epilogue: consumes the accumulators; all threads of the CTA call it with a StagedTile.
 template <class Shape_, class Element_, Precision kPrecision_, class OperandA_, class OperandB_, class Tiles_,
           class Scheduler_, class Epilogue_>
 struct Product {
@@ -39,12 +39,12 @@ struct Product {
   OperandB b;
   Epilogue epilogue;
   Tiles tiles;
-  RowMap map;                // of the rows of tiles, for products over rows
-  Floats weights;            // of slots, or none: 1; as the epilogue has them
-  int32_t tile_columns = 0;  // of the result as the epilogue counts them
+  RowMap map;                // of the tiles' rows, for GEMMs over rows
+  Floats weights;            // per assignment, or none (1); passed on to the epilogue
+  int32_t tile_columns = 0;  // columns of the result per tile, in the epilogue's units
 };
 
-// Tiles of the scheduler with their columns counted as the epilogue counts them.
+// The scheduler's tiles with columns in the epilogue's units.
 template <class P>
 class TilesInColumns {
  public:
@@ -65,18 +65,18 @@ template <class Shape>
 struct alignas(256) SharedMemory {
   char stages[Shape::kStages][Shape::kBytesA + Shape::kBytesB];
   Tile tile;
-  int32_t slots[Shape::kRows];  // of the tile's rows; -1: padding, or not of an expert
+  int32_t slots[Shape::kRows];  // of the tile's rows; -1: padding or no expert
 
   static_assert(sizeof(stages) >= kStagedBytes<Shape> + Shape::kRows * sizeof(float),
                 "the epilogue reuses the memory of the stages for the staged tile and the weights of its rows");
 };
-// What a block takes of a multiprocessor's.
+// Shared memory that a CTA takes of its SM.
 template <class Shape>
 constexpr int kSharedBytes = static_cast<int>(sizeof(SharedMemory<Shape>)) + (1 << 10);
-constexpr int kLeastSharedBytes = 100 << 10;  // that a multiprocessor has
-static_assert(2 * kSharedBytes<LargeTile> <= kLeastSharedBytes, "two CTAs fit an SM with 100 KiB");
-static_assert(kSharedBytes<SplitTile> <= kLeastSharedBytes, "one CTA fits an SM with 100 KiB");
-static_assert(2 * kSharedBytes<SmallTile> <= kLeastSharedBytes, "two CTAs fit an SM with 100 KiB");
+constexpr int kMinSmSharedBytes = 100 << 10;  // smallest capacity of an SM
+static_assert(2 * kSharedBytes<LargeTile> <= kMinSmSharedBytes, "two CTAs fit an SM with 100 KiB");
+static_assert(kSharedBytes<SplitTile> <= kMinSmSharedBytes, "one CTA fits an SM with 100 KiB");
+static_assert(2 * kSharedBytes<SmallTile> <= kMinSmSharedBytes, "two CTAs fit an SM with 100 KiB");
 
 template <class P>
 class GroupedProduct {
@@ -99,7 +99,7 @@ class GroupedProduct {
     wait_for_previous_kernel();
     TilesInColumns<P> scheduler(p_);
     for (int n = 0; next_of_block(scheduler, n, shared_.tile); ++n) {
-      float weight = 1.0f;  // of the thread's row
+      float weight = 1.0f;  // of this thread's row
       if constexpr (P::OperandA::kMajor == Major::k) weight = find_slots(shared_.tile);
       Accumulators<Shape> acc = {};
       multiply(shared_.tile, acc);
@@ -115,7 +115,7 @@ class GroupedProduct {
   static __device__ int first_row() { return warp_index() / Shape::kWarpColumns * Shape::kRowsOfWarp; }
   static __device__ int first_column() { return warp_index() % Shape::kWarpColumns * Shape::kColumnsOfWarp; }
 
-  // A row each of the tile's threads; returns the weight of it.
+  // Each thread looks up the assignment of one row of the tile and returns its weight.
   __device__ float find_slots(const Tile& tile) {
     static_assert(Shape::kRows <= Shape::kThreads, "one thread looks up one row");
     float weight = 0.0f;
@@ -147,8 +147,8 @@ class GroupedProduct {
     }
   }
 
-  // kAligned: both operands are copied 16 bytes at a time. kMultiplies: or there is nothing to do for this warp but to
-  // copy. There is no branch in it, so that copies and products mix; copies past the last k-block write zeros.
+  // kAligned: copy both operands in 16-byte pieces. kMultiplies: false if this warp has no rows and only copies. The
+  // loop has no branches, so that copies and MMAs interleave; copies past the last k-block write zeros.
   template <bool kAligned, bool kMultiplies>
   __device__ __forceinline__ void run_main_loop(const Tile& tile, Accumulators<Shape>& acc) {
     CopyA copy_a(p_.a, tile, shared_.slots);
@@ -180,13 +180,13 @@ class GroupedProduct {
     for (int ahead = 0; ahead < Shape::kStages - 1; ++ahead) copy();
     const auto begin_block = [&] {
       wait_for_copies<Shape::kStages - 2>();
-      __syncthreads();  // it is there for all, and the one before it has been read by all
+      __syncthreads();  // the k-block has arrived for all warps, and all have read the one before
       if constexpr (kMultiplies) warp.load(used, used + Shape::kBytesA);
     };
     begin_block();
 #pragma unroll 1
     for (int block = 0; block < blocks; ++block) {
-      copy();  // the block that is kStages - 1 ahead
+      copy();  // the k-block kStages - 1 ahead
       const auto advance = [&] {
         used = after(used);
         begin_block();
@@ -198,7 +198,7 @@ class GroupedProduct {
       }
     }
     if constexpr (kMultiplies) warp.finish(acc);
-    wait_for_copies<0>();  // of zeros, and groups are counted anew for the next tile
+    wait_for_copies<0>();  // drain the copies past the last k-block: the next tile counts copy groups from zero
   }
 
   template <class CopyOfOne>
@@ -206,9 +206,9 @@ class GroupedProduct {
     with_bytes<Element>(bytes, [&]<int kBytes>() { copy.template copy<kBytes>(to, k); });
   }
 
-  // The tile is read anew from shared memory: accumulators have taken the registers.
+  // Reads the tile from shared memory again, because the accumulators occupy the registers.
   __device__ __forceinline__ void store(const Accumulators<Shape>& acc, float weight) {
-#pragma unroll 1  // there is one copy of the epilogue
+#pragma unroll 1  // keep a single copy of the epilogue's code
     for (int part = 0; part < Shape::kFragmentsDown; ++part) {
       const Staged staged{shared_.tile, stages_, part, shared_.slots, stages_ + kStagedBytes<Shape>};
       __syncthreads();
@@ -222,7 +222,7 @@ class GroupedProduct {
     }
   }
 
-  // The warp's 16 rows of fragments.
+  // Writes one fragment row (16 rows) of the warp to shared memory.
   __device__ __forceinline__ void stage(const float (&acc)[Shape::kFragmentsAcross][4]) const {
     using Places = Staging<Shape, kFoursA, kFoursB>;
     const int first_row = warp_index() / Shape::kWarpColumns * kFragmentRows;

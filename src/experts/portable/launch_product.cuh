@@ -1,4 +1,4 @@
-// Launches grouped products, and describes their operands.
+// Launches grouped GEMMs, and describes their operands.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@ template <int32_t kDtype>
 using ElementOf =
     std::conditional_t<kDtype == AB_BFLOAT16, BFloat16, std::conditional_t<kDtype == AB_FLOAT16, Float16, float>>;
 
-// Blocks of a kernel that a multiprocessor of the current device runs at a time.
+// Resident CTAs per SM on the current device.
 template <class Shape>
 int blocks_at_a_time() {
   int device = 0;
@@ -26,7 +26,7 @@ int blocks_at_a_time() {
   return std::clamp(bytes / kSharedBytes<Shape>, 1, Shape::kBlocks);
 }
 
-// tiles: at most so many there are.
+// tiles: upper bound on their number.
 template <class P>
 ab_status launch_product(const char* name, const P& product, int64_t tiles, int multiprocessors, cudaStream_t stream) {
   using Shape = typename P::Shape;
@@ -35,8 +35,8 @@ ab_status launch_product(const char* name, const P& product, int64_t tiles, int 
                 {std::min(tiles, blocks), Shape::kThreads, sizeof(SharedMemory<Shape>), stream, true}, product);
 }
 
-// Rows of `columns` elements, those of an expert `matrix` elements after those of the one before; and a column, if it
-// is no multiple of kChunk, at which a second part of columns begins.
+// Rows of `columns` elements; matrices of consecutive experts are `matrix` elements apart. second_part: the first
+// column of a second part, if it is not a multiple of kChunk.
 template <class Element>
 MatrixRows matrix_rows(const void* data, int64_t columns, int64_t matrix, int64_t second_part = 0) {
   constexpr int64_t kBytes = sizeof(Element);
@@ -52,13 +52,13 @@ MatrixRows matrix_rows(const void* data, int64_t columns, int64_t matrix, int64_
 
 constexpr int64_t tiles_of(int64_t size, int64_t tile) { return (size + tile - 1) / tile; }
 
-// A product over the rows of groups whose operand B stands either way.
+// A GEMM over the rows of groups, with operand B in either layout.
 template <class Element, Precision kPrecision, TileChoice kTile, Major kMajorB, class Epilogue>
 using RowsProductOf =
     Product<TileOf<Element, kPrecision, kTile>, Element, kPrecision, RowOperand, WeightOperand<kMajorB>, RowTiles,
             RowTileScheduler<TileOf<Element, kPrecision, kTile>::kRows, 1>, Epilogue>;
 
-// tile_columns: of `columns` of the result, as the epilogue counts them.
+// columns, tile_columns: of the result and of a tile, in the epilogue's units.
 template <class P>
 ab_status launch_over_rows(const char* name, P& product, const Groups& groups, const RowMap& map, int64_t k,
                            int64_t columns, int tile_columns, bool skips_rest, int multiprocessors,

@@ -1,5 +1,5 @@
-// The launchers of the kernels, for products.cu, which chooses among them. Each is a template that is instantiated in
-// files of its own, made by CMake (cmake/portable.cmake), so that kernels compile side by side.
+// Kernel launchers, which products.cu chooses from. CMake (cmake/portable.cmake) generates one source file per group of
+// instantiations, so that kernels compile in parallel.
 #pragma once
 
 #include "experts/cuda/ops/tiles/segments.h"

@@ -1,5 +1,5 @@
-// Where the operands of a GEMM lie in device memory, and how a block copies their k-blocks to shared memory: 16
-// bytes at a time from addresses that are multiples of 16, else in smaller pieces. What is not there is zero.
+// GEMM operands in device memory, and their copy to k-blocks in shared memory: 16 bytes at a time from 16-byte aligned
+// addresses, else in smaller pieces. Elements out of bounds become zero.
 #pragma once
 
 #include "core/cuda/copy_groups.cuh"
@@ -11,40 +11,40 @@
 
 namespace anabranch::cuda::portable {
 
-// Rows of matrices in memory.
+// Rows of one or more matrices in device memory.
 struct MatrixRows {
   const char* data = nullptr;
   int64_t row_bytes = 0;     // from one row to the next; below 2^32
-  int64_t matrix_bytes = 0;  // from one expert's rows to the next one's; 0: there is one matrix
-  int32_t copy_bytes = 0;    // 16, 8, 4 or 2: by which every row can be copied
+  int64_t matrix_bytes = 0;  // from one expert's matrix to the next; 0: all experts share one matrix
+  int32_t copy_bytes = 0;    // 16, 8, 4 or 2: the largest copy to which every row is aligned
 };
 
-// Operand A of a product over the rows of groups; k are columns.
+// Operand A of a GEMM over the rows of groups; its columns are k.
 struct RowOperand {
   static constexpr Major kMajor = Major::k;
   MatrixRows rows;
   RowMap map;
-  bool gathered = false;  // the row of a slot stands where the map says
+  bool gathered = false;  // look up the source row of each assignment in the map
 };
 
-// A column in memory, and how many there are from it on: of its part, 0 and less: it is none.
+// A column in memory, and how many columns its part has from there on; 0 or less: out of bounds.
 struct ColumnPlace {
   int32_t column;
   int32_t left;
 };
 
-// Operand B of it, an expert's weights. A tile's columns are those of one part of `columns` columns; or half of them
-// are the gate's, the other half the same columns of the up part.
+// Operand B of a GEMM over rows: the weights of an expert. The columns of a tile come from one part of `columns`
+// columns, or half of them from the gate and the other half from the same columns of the up part.
 template <Major kMajor_>
 struct WeightOperand {
   static constexpr Major kMajor = kMajor_;
   MatrixRows rows;
-  int32_t columns = 0;       // of a part
-  int32_t scale = 1;         // columns of a part for each by which tiles are counted
-  int32_t part_columns = 0;  // of a tile: kTileColumns, or half of them
-  int32_t part_step = 0;     // from a column of the first part to that of the second
+  int32_t columns = 0;       // per part
+  int32_t scale = 1;         // columns of a part per column in the scheduler's units
+  int32_t part_columns = 0;  // per tile and part: kTileColumns, or half of them
+  int32_t part_step = 0;     // distance between a column of the first part and that of the second
 
-  // Where the n-th column of a tile stands.
+  // Finds the n-th column of a tile.
   AB_INLINE ColumnPlace place(const Tile& tile, int n) const {
     const int part = n < part_columns ? 0 : 1;
     const int32_t column = tile.column * scale + n - part * part_columns;
@@ -52,7 +52,7 @@ struct WeightOperand {
   }
 };
 
-// An operand of a gradient of weights: rows are the k dimension, their columns rows or columns of the result.
+// An operand of a weight gradient: its rows are k, its columns are rows or columns of the result.
 template <Side kSide_>
 struct SumOperand {
   static constexpr Major kMajor = Major::mn;
@@ -68,7 +68,7 @@ struct SumOperand {
   }
 };
 
-// A chunk, or its first pieces of kBytes, as far as they begin before `left` bytes, and zeros for the rest.
+// Copies the pieces of kBytes of a chunk that begin before `left` bytes, and writes zeros for the others.
 template <int kBytes>
 __device__ __forceinline__ void copy_chunk(uint32_t to, const char* from, int left) {
   if constexpr (kBytes == 16) {
@@ -101,17 +101,17 @@ __device__ __forceinline__ void with_bytes(int bytes, const F& f) {
   if constexpr (sizeof(Element) == 2) f.template operator()<2>();
 }
 
-// One thread's part of copying an operand's k-blocks, made for a tile. copy<kBytes>(): the next one, from k on, to
-// shared memory at `to`.
+// One thread's share of copying the k-blocks of an operand for one tile. copy<kBytes>() copies the next k-block, which
+// begins at k, to shared memory at `to`.
 //
-// Operands whose k is next to next: a thread has a chunk of the same rows in every k-block.
+// K-major operands: in every k-block, a thread copies one chunk of the same rows.
 template <class Element, int kSides, int kThreads>
 class CopyByK {
   using Place = SharedTile<Major::k, sizeof(Element), kSides>;
   using Plan = CopyPlan<Place, kThreads>;
 
  public:
-  // slots: of the tile's rows, in shared memory; -1: none.
+  // slots: assignments of the tile's rows, in shared memory; -1: none.
   __device__ CopyByK(const RowOperand& from, const Tile& tile, const int32_t* slots) {
     begin(from.rows, tile, [&](int row) {
       const int32_t slot = slots[row];
@@ -156,20 +156,20 @@ class CopyByK {
     for (int pass = 0; pass < Plan::kPasses; ++pass) sources_[pass] = source_of(Plan::row(thread(), pass));
   }
 
-  const char* data_;  // the thread's chunk of row 0 of the k-block before the next one
+  const char* data_;  // the thread's chunk of row 0, one k-block before the next
   uint32_t row_bytes_;
   uint32_t place_;
   int32_t end_k_;
-  int32_t sources_[Plan::kPasses];  // the rows of the thread's chunks; -1: none
+  int32_t sources_[Plan::kPasses];  // source rows of the thread's chunks; -1: none
 };
 
-// Operands whose sides are next to next: a thread has the same columns of another row in every k-block.
+// MN-major operands: in every k-block, a thread copies the same columns of another row.
 template <class Operand, class Element, int kSides, int kThreads>
 class CopyByMn {
   static constexpr bool kMayGather = requires(const Operand& operand) { operand.gathered; };
   using Place = SharedTile<Major::mn, sizeof(Element), kSides>;
   using Plan = CopyPlan<Place, kThreads>;
-  static constexpr int kHalf = Plan::kPasses / 2;  // passes of a half of the tile's columns
+  static constexpr int kHalf = Plan::kPasses / 2;  // passes per half of the tile's columns
 
  public:
   __device__ CopyByMn(const Operand& from, const Tile& tile, const int32_t*) : operand_(from), end_k_(tile.end_k) {
@@ -184,34 +184,35 @@ class CopyByMn {
     find(tile.k);
   }
 
-  // k-blocks in order.
+  // Must be called for consecutive k-blocks.
   template <int kBytes>
   __device__ __forceinline__ void copy(uint32_t to, int32_t k) {
     const int32_t row = k + Plan::row(thread(), 0);
-    bool is_there = row < end_k_;
+    bool in_bounds = row < end_k_;
     int64_t offset = offset_;
     if constexpr (kMayGather) {
       if (operand_.gathered) {
         const int32_t slot = operand_.map.checked(slot_);
-        is_there = slot >= 0;
+        in_bounds = slot >= 0;
         offset = operand_.map.source_of(max(slot, 0)) * operand_.rows.row_bytes;
-        find(k + kDepth<Element>);  // it has arrived when the next k-block begins
+        find(k + kDepth<Element>);  // the load completes by the next k-block
       }
     }
     offset_ += kDepth<Element> * operand_.rows.row_bytes;
 #pragma unroll
     for (int pass = 0; pass < Plan::kPasses; ++pass) {
       const int half = pass / kHalf;
-      const int before = pass % kHalf * Plan::kChunkStep * kChunkBytes;  // of the thread's bytes of the half
+      // Bytes of this thread's half that earlier passes copied.
+      const int before = pass % kHalf * Plan::kChunkStep * kChunkBytes;
       copy_chunk<kBytes>(to + Place::chunk(Plan::row(thread(), 0), Plan::chunk(thread(), pass)),
-                         from_[half] + offset + before, is_there ? left_[half] - before : 0);
+                         from_[half] + offset + before, in_bounds ? left_[half] - before : 0);
     }
   }
 
  private:
   static __device__ int thread() { return static_cast<int>(threadIdx.x); }
 
-  // Reads the slot of the thread's row of the k-block from k on; nothing here waits for it.
+  // Starts to load the assignment of the thread's row in the k-block that begins at k, without waiting for it.
   __device__ __forceinline__ void find(int32_t k) {
     if constexpr (kMayGather) {
       if (!operand_.gathered) return;
@@ -223,10 +224,10 @@ class CopyByMn {
 
   const Operand& operand_;
   int32_t end_k_;
-  int32_t slot_ = -1;    // of the thread's row of the next k-block, as it stands in memory
-  int64_t offset_;       // of the thread's row, where rows are not gathered
-  const char* from_[2];  // row 0 of the thread's first column in either half of the tile's
-  int32_t left_[2];      // bytes that there are from it on
+  int32_t slot_ = -1;    // of the thread's row in the next k-block, unchecked
+  int64_t offset_;       // of the thread's row, if rows are not gathered
+  const char* from_[2];  // row 0 of the thread's first column in each half of the tile
+  int32_t left_[2];      // bytes available from there on
 };
 
 template <class Operand, class Element, int kSides, int kThreads>

@@ -14,7 +14,7 @@ namespace {
 
 int64_t tiles_of(int64_t size, int64_t tile) { return (size + tile - 1) / tile; }
 
-// With the narrowest tiles of a product over rows.
+// Number of tiles of a GEMM over rows with the smallest tiles.
 int64_t tiles_over_rows(int64_t R, int64_t E, int64_t columns) {
   return most_row_tiles(R, E, SmallTile::kRows) * tiles_of(columns, kTileColumns / 2);
 }
@@ -33,7 +33,7 @@ ab_status with_elements(int32_t dtype, Precision precision, const F& f) {
   }
 }
 
-// Calls f.template operator()<kDtype, kPrecision, kTile>() for products over rows.
+// Calls f.template operator()<kDtype, kPrecision, kTile>() for GEMMs over rows.
 template <class F>
 ab_status with_kernel(int32_t dtype, Precision precision, int64_t R, int64_t E, int64_t columns, int multiprocessors,
                       const F& f) {

@@ -1,5 +1,5 @@
-// The products of the experts on tensor cores as every GPU since Ampere has them (mma.sync): which sizes they take, and
-// their launch. experts/cuda/ops describes operations and their operands.
+// The expert GEMMs on mma.sync, for sm80 and newer: supported sizes and launch functions. experts/cuda/ops describes
+// operations and their operands.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,21 +12,22 @@
 
 namespace anabranch::cuda::portable {
 
-// The kernels take float32, bfloat16 and float16, any width and any address; all operands have one dtype. These return
-// AB_UNSUPPORTED where a size or the number of tiles is more than kernels count; launch_gemm checks them too.
+// The kernels take float32, bfloat16 and float16, any width and any address. All operands have one dtype. These
+// functions return AB_UNSUPPORTED if a size or the number of tiles exceeds int32 indexing; launch_gemm() checks this
+// too.
 ab_status check(const Up& up);
 ab_status check(const RowsProduct& product);
 ab_status check(const HiddenGradient& gradient);
 ab_status check(const WeightGradient& gradient);
 
-// Parts that a hidden gradient's dots come in.
+// Number of column tiles, each with a partial sum of <da, a> per row.
 int64_t parts_of_dots(const HiddenGradient& gradient);
 
 // Enqueue the GEMM.
 ab_status launch_gemm(const Up& up, int multiprocessors, cudaStream_t stream);
 ab_status launch_gemm(const RowsProduct& product, int multiprocessors, cudaStream_t stream);
 ab_status launch_gemm(const HiddenGradient& gradient, int multiprocessors, cudaStream_t stream);
-// workspace: of weight_gradient_bytes().
+// workspace: weight_gradient_bytes() bytes.
 ab_status launch_gemm(const WeightGradient& gradient, void* workspace, int multiprocessors, cudaStream_t stream);
 
 }  // namespace anabranch::cuda::portable

@@ -1,5 +1,5 @@
-// The epilogue of products over rows: y = weight (acc + bias), or acc + weight bias where x has the weights already.
-// Rounded once; zero in padding.
+// Epilogue of GEMMs over rows: y = weight (acc + bias), or acc + weight bias if x already contains the weights. Rounded
+// once; padding rows are zero.
 #pragma once
 
 #include "experts/portable/staged_tile.cuh"
@@ -9,7 +9,7 @@ namespace anabranch::cuda::portable {
 template <class Element>
 struct RowsEpilogue {
   Element* y;           // [R, columns]
-  const Element* bias;  // [E, bias_columns], from the first column of y on; or nullptr
+  const Element* bias;  // [E, bias_columns], starting at the first column of y; or nullptr
   int64_t bias_columns;
   bool weight_early;
   bool y_aligned;

@@ -1,14 +1,13 @@
-// Where things are: an operand's k-block in shared memory, and the matrices of an instruction among the lanes of a
-// warp. Nothing here needs a GPU.
+// Layouts: k-blocks of operands in shared memory, and matrices of an MMA among the lanes of a warp. Pure index
+// arithmetic that runs without a GPU.
 //
-// An operand gives rows or columns of the result, its sides, and k, the dimension that is summed. In memory either is
-// next to next, and so it is in shared memory:
+// An operand has sides (the M or N dimension: rows or columns of the result) and k, the contracted dimension. Shared
+// memory keeps the operand's major-ness in device memory:
 //
-//   Major::k    [side][64 bytes of k]            chunk c of side s stands at chunk c ^ s / 2 % 4
-//   Major::mn   [k][sides, 128 of them]          chunk c of k stands at chunk c ^ k % 8, of 32-bit elements c ^ k % 4 *
-//   2
+//   Major::k    [side][64 bytes of k]     chunk c of side s is stored at chunk c ^ s / 2 % 4
+//   Major::mn   [k][128 sides]            chunk c of k is stored at chunk c ^ k % 8; 32-bit elements: c ^ k % 4 * 2
 //
-// A chunk is 16 bytes. By these swizzles the 8 chunks that are written or read at a time have 32 different banks.
+// A chunk is 16 bytes. With these swizzles, 8 chunks that are read or written at a time cover 32 different banks.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +23,7 @@ constexpr int kDepthChunks = kDepthBytes / kChunkBytes;
 template <class Element>
 constexpr int kChunk = kChunkBytes / static_cast<int>(sizeof(Element));  // elements
 
-// kSides: rows or columns of the result. Places are offsets in bytes from the k-block's first one.
+// kSides: rows or columns of the result. Addresses are byte offsets from the start of the k-block.
 template <Major kMajor, int kElementBytes, int kSides>
 struct SharedTile;
 
@@ -42,7 +41,7 @@ template <int kElementBytes, int kSides>
 struct SharedTile<Major::mn, kElementBytes, kSides> {
   static constexpr int kRowChunks = kSides * kElementBytes / kChunkBytes;
   static constexpr int kRows = kDepthBytes / kElementBytes;
-  static_assert(kRowChunks % 8 == 0, "the swizzle moves chunks among 8");
+  static_assert(kRowChunks % 8 == 0, "the swizzle permutes groups of 8 chunks");
 
   AB_INLINE static constexpr uint32_t chunk(int k, int c) {
     const int flips = kElementBytes == 2 ? k % 8 : k % 4 * 2;
@@ -54,9 +53,8 @@ struct SharedTile<Major::mn, kElementBytes, kSides> {
   }
 };
 
-// How the threads of a block copy a k-block, kPasses chunks each: a thread has the same chunk of every kRowStep-th row
-// in memory, or every kChunkStep-th chunk of one row. The 8 chunks that a quarter of a warp writes have 32 different
-// banks.
+// How the threads of a CTA copy a k-block, kPasses chunks each: a thread copies the same chunk of every kRowStep-th row
+// in memory, or every kChunkStep-th chunk of one row. The 8 chunks that a quarter warp writes cover 32 different banks.
 template <class Tile, int kThreads>
 struct CopyPlan;
 
@@ -78,17 +76,18 @@ struct CopyPlan<SharedTile<Major::mn, kElementBytes, kSides>, kThreads> {
   static constexpr int kChunkStep = kThreads / Tile::kRows;
   static constexpr int kPasses = Tile::kRowChunks / kChunkStep;
   static_assert(kThreads % Tile::kRows == 0 && Tile::kRowChunks % (2 * kChunkStep) == 0 && Tile::kRows % 8 == 0,
-                "a pass copies as many chunks of every row");
+                "a pass copies the same number of chunks of every row");
 
   AB_INLINE static constexpr int chunk(int thread, int pass) { return thread % kChunkStep + pass * kChunkStep; }
   AB_INLINE static constexpr int row(int thread, int /*pass*/) {
     const int row = thread / kChunkStep;
-    // Of 4 threads a row: rows 0 4 1 5 2 6 3 7, whose chunks stand in different halves of a row's 8 places.
+    // With 4 threads per row, take rows in the order 0 4 1 5 2 6 3 7: their chunks fall into different halves of a
+    // row's 8 chunks.
     return kChunkStep == 4 ? row / 8 * 8 + row % 2 * 4 + row % 8 / 2 : row;
   }
 };
 
-// With lane = 4 g + t, an instruction's matrices in 32-bit words, which are two elements of 16 bits or one of 32:
+// Fragment layout for lane = 4 g + t, in 32-bit words (two 16-bit elements or one 32-bit element):
 //
 //   a[i]  row g + 8 (i % 2), words t + 4 (i / 2) of k
 //   b[i]  column g, words t + 4 i of k
@@ -96,8 +95,9 @@ struct CopyPlan<SharedTile<Major::mn, kElementBytes, kSides>, kThreads> {
 AB_INLINE constexpr int row_of_c(int lane, int i) { return lane / 4 + i / 2 * 8; }
 AB_INLINE constexpr int column_of_c(int lane, int i) { return lane % 4 * 2 + i % 2; }
 
-// The place whose address a lane gives to load a[0 ... 3] of 16 sides from `side` on, or b[0], b[1] of 8 and b[0], b[1]
-// of the 8 after them: a side and a chunk of k (Major::k), or a k and a chunk of sides (Major::mn, transposed).
+// The address that a lane passes to ldmatrix to load a[0 ... 3] of 16 sides from `side` on, or b[0], b[1] of 8 sides
+// and b[0], b[1] of the next 8. It is a side and a chunk of k (Major::k), or a k and a chunk of sides (Major::mn,
+// transposed).
 struct MatrixPlace {
   int row;
   int chunk;
@@ -115,28 +115,28 @@ AB_INLINE constexpr MatrixPlace place_of_b_by_mn(int lane, int side, int step) {
   return {step * 16 + lane % 16, side / 8 + lane / 16};
 }
 
-// Elements of 32 bits whose sides are next to next can't be transposed on the way; a lane reads four neighbours
-// of each of its words of k, which belong to four fragments: those take the sides in another order.
+// ldmatrix cannot transpose 32-bit MN-major elements. Instead a lane reads four adjacent sides of each of its words of
+// k, one for each of four fragments. These fragments hold the sides in a permuted order.
 template <Major kMajor, int kElementBytes>
 constexpr bool kByFours = kMajor == Major::mn && kElementBytes == 4;
 
-// The side of a warp's that stands at a place, 0 ... 7, of its n-th 8: the row g of a or column g of b, row or column
+// The side of a warp that is stored at a place, 0 ... 7, of its n-th 8 sides: row g of a, column g of b, row or column
 // of c.
 template <bool kFours>
 AB_INLINE constexpr int side_at(int n, int place) {
   return kFours ? n / 4 * 32 + place * 4 + n % 4 : n * 8 + place;
 }
-// The first word of k of four fragments, and a chunk of the side of each. The second word stands 4 of k further; the
-// next four fragments, kFoursBytes further.
+// The first word of k of four fragments, and one chunk of sides for all four. The second word is 4 k further; the next
+// four fragments are kFoursBytes further.
 AB_INLINE constexpr MatrixPlace place_of_fours(int lane, int side, int step) {
   return {step * 8 + lane % 4, side / 4 + lane / 4};
 }
 constexpr int kFoursBytes = 4 * 8 * 4;
 
-// Accumulators on their way to the epilogue, in the place of the operands: rows of 128 float32 numbers and some that
-// are never used, by which lanes of different rows write to different banks: pairs of neighbours, or fours.
+// Accumulators staged in shared memory for the epilogue, in place of the operands: rows of 128 float32 values plus
+// unused padding, so that lanes of different rows write pairs or fours of values to different banks.
 template <class Shape>
-constexpr int kStagedRows = Shape::kWarpRows * kFragmentRows;  // at a time: a fragment of every warp
+constexpr int kStagedRows = Shape::kWarpRows * kFragmentRows;  // at a time: one fragment row per warp
 template <class Shape>
 constexpr uint32_t kStagedBytes = static_cast<uint32_t>(kStagedRows<Shape> * (kTileColumns + 8)) * 4;
 
@@ -148,7 +148,7 @@ struct Staging {
   AB_INLINE static constexpr uint32_t place(int row, int column) {
     return static_cast<uint32_t>(row * kRowBytes + column * 4);
   }
-  // The row of the tile that a staged one is, of the part-th fragments.
+  // The row of the tile that a staged row of the part-th fragments belongs to.
   AB_INLINE static constexpr int row_of_tile(int row, int part) {
     return row / kFragmentRows * Shape::kRowsOfWarp + side_at<kFoursA>(2 * part + row % kFragmentRows / 8, row % 8);
   }

@@ -1,4 +1,4 @@
-// What an epilogue gets: some rows of a tile's accumulators in shared memory, and how it goes over them.
+// Input of an epilogue: some rows of a tile's accumulators in shared memory, and the loop over them.
 #pragma once
 
 #include <bit>
@@ -14,18 +14,18 @@ template <class Staging>
 struct StagedTile {
   using Shape = typename Staging::Shape;
   const Tile& tile;
-  uint32_t values;  // an address of shared memory
-  int part;         // the rows are those of so many-th fragments
+  uint32_t values;  // shared-memory address
+  int part;         // index of the staged fragment row of each warp
   const int32_t* slots;
-  uint32_t weights;  // of the rows, an address of shared memory; 0 where there is no slot
+  uint32_t weights;  // shared-memory address of the row weights; 0 for rows without an assignment
 
   __device__ uint32_t weight_place(int row) const { return weights + static_cast<uint32_t>(row) * 4; }
   __device__ float weight(int row) const { return load_shared<float>(weight_place(row)); }
 
-  // visit(row, column, place): kEach neighbouring columns of `columns`, kTileColumns or half of them, for the thread.
-  // row, column: of the tile, place: where column 0 of the row stands. Neighbouring lanes have neighbouring columns,
-  // and all threads of the block make as many visits, so that they may exchange something in them. kAtATime: visits
-  // whose instructions may mix.
+  // Calls visit(row, column, place) for kEach adjacent columns at a time. columns: kTileColumns or half of them. row
+  // and column are relative to the tile, place is the address of the row's column 0. Adjacent lanes get adjacent
+  // columns, and all threads of the CTA make the same number of visits, so visits may use warp shuffles. kAtATime:
+  // unroll factor, so that instructions of several visits interleave.
   template <int kEach, int kAtATime, class Visit>
   __device__ __forceinline__ void for_each(int columns, const Visit& visit) const {
     const Visits<kEach> visits(columns);
@@ -46,11 +46,11 @@ struct StagedTile {
 
    private:
     static constexpr int kWhole = std::countr_zero(static_cast<unsigned>(kTileColumns / kEach));
-    int shift_;  // of the binary digits that count the visits of a row
+    int shift_;  // log2 of the visits per row
   };
 };
 
-// Neighbouring elements of a row.
+// Adjacent elements of a row.
 template <int kEach>
 using Neighbours = float[kEach];
 
@@ -66,18 +66,18 @@ __device__ __forceinline__ void load_staged(uint32_t place, int column, Neighbou
   }
 }
 
-// The first `count` of them in memory, zeros for the rest; aligned: 16 bytes at a time where all are there.
+// Loads the first `count` elements and fills up with zeros. aligned: use 16-byte loads if all elements are in bounds.
 template <class T, int kEach>
 __device__ __forceinline__ void load_row(const T* from, int count, bool aligned, Neighbours<kEach>& values) {
-  constexpr int kOfVector = kAccessBytes / static_cast<int>(sizeof(T));
-  static_assert(kEach % kOfVector == 0, "a thread stores whole vectors");
+  constexpr int kVectorElements = kAccessBytes / static_cast<int>(sizeof(T));
+  static_assert(kEach % kVectorElements == 0, "a thread stores whole vectors");
   if (aligned && count >= kEach) {
 #pragma unroll
-    for (int i = 0; i < kEach; i += kOfVector) {
-      Vector<T, kOfVector> vector;
+    for (int i = 0; i < kEach; i += kVectorElements) {
+      Vector<T, kVectorElements> vector;
       vector.load(from + i);
 #pragma unroll
-      for (int j = 0; j < kOfVector; ++j) values[i + j] = vector[j];
+      for (int j = 0; j < kVectorElements; ++j) values[i + j] = vector[j];
     }
   } else {
 #pragma unroll
@@ -86,15 +86,16 @@ __device__ __forceinline__ void load_row(const T* from, int count, bool aligned,
 }
 template <class T, int kEach>
 __device__ __forceinline__ void store_row(const Neighbours<kEach>& values, T* to, int count, bool aligned) {
-  constexpr int kOfVector = kAccessBytes / static_cast<int>(sizeof(T));
-  static_assert(kEach % kOfVector == 0, "a thread stores whole vectors");
+  constexpr int kVectorElements = kAccessBytes / static_cast<int>(sizeof(T));
+  static_assert(kEach % kVectorElements == 0, "a thread stores whole vectors");
   if (aligned && count >= kEach) {
 #pragma unroll
-    for (int i = 0; i < kEach; i += kOfVector) {
-      float some[kOfVector];
+    for (int i = 0; i < kEach; i += kVectorElements) {
+      float some[kVectorElements];
 #pragma unroll
-      for (int j = 0; j < kOfVector; ++j) some[j] = values[i + j];
-      *reinterpret_cast<typename Vector<T, kOfVector>::Bytes*>(to + i) = Vector<T, kOfVector>::from(some).bytes;
+      for (int j = 0; j < kVectorElements; ++j) some[j] = values[i + j];
+      *reinterpret_cast<typename Vector<T, kVectorElements>::Bytes*>(to + i) =
+          Vector<T, kVectorElements>::from(some).bytes;
     }
   } else {
 #pragma unroll
@@ -104,7 +105,7 @@ __device__ __forceinline__ void store_row(const Neighbours<kEach>& values, T* to
   }
 }
 
-// Whether rows of such elements can be read and written 16 bytes at a time; nothing can.
+// Whether all rows allow 16-byte accesses. True for nullptr.
 template <class T>
 bool are_aligned(const T* data, int64_t columns) {
   return data == nullptr ||

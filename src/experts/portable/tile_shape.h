@@ -1,4 +1,4 @@
-// The shape of a result tile, and how the warps of a block share it.
+// Tile shapes, and how the warps of a CTA share a tile.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace anabranch::cuda::portable {
 
-// A k-block is so many bytes deep, whatever the elements are, and an instruction takes 32 of them.
+// A k-block has the same depth in bytes for all element types. An MMA step covers 32 bytes of it.
 constexpr int kDepthBytes = 64;
 constexpr int kStepBytes = 32;
 constexpr int kSteps = kDepthBytes / kStepBytes;
@@ -18,12 +18,12 @@ constexpr int kDepth = kDepthBytes / static_cast<int>(sizeof(Element));
 
 constexpr int kTileColumns = 128;
 
-// What an instruction computes: 16 rows of 8 columns.
+// Result of one MMA: 16 rows of 8 columns.
 constexpr int kFragmentRows = 16;
 constexpr int kFragmentColumns = 8;
 
-// kWarpRows_ x kWarpColumns_: how the warps are arranged. kStages_: k-blocks of operands in shared memory. kBlocks_: of
-// a multiprocessor, if its shared memory suffices: what one waits for, the others cover, its epilogue too.
+// kWarpRows_ x kWarpColumns_: arrangement of the warps. kStages_: k-blocks in shared memory. kBlocks_: CTAs per SM if
+// shared memory suffices; the latency and the epilogue of one CTA overlap with the work of the others.
 template <int kRows_, int kWarpRows_, int kWarpColumns_, int kStages_, int kBlocks_>
 struct TileShape {
   static constexpr int kRows = kRows_;
@@ -42,15 +42,15 @@ struct TileShape {
                 "a warp loads fragments of A in pairs and of B in fours");
 };
 
-// A warp has 64 x 64, for which it reads half as much from shared memory as for four of 32 x 32. Three stages are what
-// two blocks can have on the smallest multiprocessors (100 KiB: compute capabilities 8.6, 8.9 and 12.0).
+// A warp computes 64 x 64, which needs half the shared-memory reads of four warps of 32 x 32. Three stages are the most
+// that two CTAs can have on the smallest SMs (100 KiB: compute capabilities 8.6, 8.9 and 12.0).
 using LargeTile = TileShape<128, 2, 2, 3, 2>;
-// Of split operands: 32 x 64 a warp, as its registers allow. Two blocks of 64 x 128 would copy half as much again.
+// For split operands: 32 x 64 per warp, limited by registers. Two CTAs of 64 x 128 would copy half as much again.
 using SplitTile = TileShape<128, 4, 2, 5, 1>;
-// For groups of few rows, whose time is that of reading weights.
+// For groups with few rows, where reading weights dominates.
 using SmallTile = TileShape<32, 1, 4, 4, 3>;
 
-// For many rows, and for few.
+// main: many rows per group. small: few.
 enum class TileChoice { main, small };
 constexpr bool splits(size_t element_bytes, Precision precision) {
   return element_bytes == 4 && precision == Precision::highest;

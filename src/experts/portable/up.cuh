@@ -1,4 +1,4 @@
-// Launches the up product, x W_in with the activation in its epilogue.
+// Launches the up GEMM x W_in with the activation in its epilogue.
 #pragma once
 
 #include "experts/portable/launch_product.cuh"
@@ -30,7 +30,7 @@ ab_status launch_up(const Up& up, int multiprocessors, cudaStream_t stream) {
   out.activation = up.activation;
   out.hidden = hidden;
   out.aligned = are_aligned(out.a, s.F) && are_aligned(out.h, s.F) && are_aligned(out.bias, s.F);
-  return launch_over_rows("up product", product, groups_of(up.group_sizes, s.E, s.R), up.map, s.D, s.F,
+  return launch_over_rows("up GEMM", product, groups_of(up.group_sizes, s.E, s.R), up.map, s.D, s.F,
                           kTileColumns / static_cast<int>(s.P), up.skips_rest, multiprocessors, stream);
 }
 

@@ -1,5 +1,5 @@
-// The epilogue of the up product: h = acc + bias,  a = phi(h_gate, h_up), or act(h) of ungated experts, times the row's
-// weight where it comes early. The activation sees h before it is rounded; both are zero in padding.
+// Epilogue of the up GEMM: h = acc + bias and a = phi(h_gate, h_up), or act(h) for ungated experts, times the row's
+// weight if it is applied early. The activation reads h before rounding. Padding rows of h and `a` are zero.
 #pragma once
 
 #include "experts/activation.h"
@@ -9,12 +9,12 @@ namespace anabranch::cuda::portable {
 
 template <class Element>
 struct UpEpilogue {
-  Element* h;           // hidden rows, or nullptr
+  Element* h;           // intermediate rows, or nullptr
   Element* a;           // [R, F]
-  const Element* bias;  // a hidden row an expert, or nullptr
+  const Element* bias;  // one intermediate row per expert, or nullptr
   Activation activation;
   HiddenLayout hidden;
-  bool aligned;  // all that is there
+  bool aligned;  // all tensors allow 16-byte accesses
 
   template <class Staging>
   __device__ __forceinline__ void operator()(const StagedTile<Staging>& staged) const {

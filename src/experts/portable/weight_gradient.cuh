@@ -1,4 +1,4 @@
-// Launches gradients of weights.
+// Launches weight gradients.
 #pragma once
 
 #include "experts/cuda/ops/tiles/segment_tile_scheduler.cuh"
@@ -29,10 +29,10 @@ ab_status launch_weight_gradient(const WeightGradient& g, const SegmentBounds& b
   out.partials = list.partials;
   out.rows = static_cast<int32_t>(g.D);
   out.columns = static_cast<int32_t>(g.N);
-  out.wide = g.d_w.dtype == AB_FLOAT32;
-  out.adds = g.accumulates;
-  out.aligned = out.wide ? are_aligned(static_cast<const float*>(g.d_w.data), g.N)
-                         : are_aligned(static_cast<const Element*>(g.d_w.data), g.N);
+  out.d_w_is_float = g.d_w.dtype == AB_FLOAT32;
+  out.accumulates = g.accumulates;
+  out.aligned = out.d_w_is_float ? are_aligned(static_cast<const float*>(g.d_w.data), g.N)
+                                 : are_aligned(static_cast<const Element*>(g.d_w.data), g.N);
   const auto row_tiles = static_cast<int32_t>(tiles_of(g.D, Shape::kRows));
   const auto column_tiles = static_cast<int32_t>(tiles_of(g.N, kTileColumns));
   product.tiles = {list, static_cast<int32_t>(g.D), row_tiles, column_tiles};

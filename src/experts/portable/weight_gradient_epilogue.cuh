@@ -1,4 +1,4 @@
-// The epilogue of gradients of weights: results, or partial results of segments, rounded, stored or added.
+// Epilogue of weight gradients: stores or accumulates results, or stores partial sums of segments.
 #pragma once
 
 #include "experts/portable/staged_tile.cuh"
@@ -7,13 +7,13 @@ namespace anabranch::cuda::portable {
 
 template <class Element>
 struct WeightGradientEpilogue {
-  void* d_w;        // [E, rows, columns] of Element, or float
+  void* d_w;        // [E, rows, columns] of Element or float
   float* partials;  // [partials, rows, columns]
   int32_t rows;
   int32_t columns;
-  bool wide;     // d_w is float
-  bool adds;     // to what stands in d_w, if it is wide
-  bool aligned;  // d_w; partials are, where they are as many bytes a row
+  bool d_w_is_float;  // d_w is float
+  bool accumulates;   // add to d_w, which must be float
+  bool aligned;       // d_w allows 16-byte accesses; partials do if columns % 4 == 0
 
   template <class Staging>
   __device__ __forceinline__ void operator()(const StagedTile<Staging>& staged) const {
@@ -27,13 +27,13 @@ struct WeightGradientEpilogue {
       load_staged(place, column, values);
       const int64_t matrix = whole ? tile.expert : tile.partial;
       const int64_t at = (matrix * rows + tile.row + row) * columns + tile.column + column;
-      if (whole && !wide) {
+      if (whole && !d_w_is_float) {
         store_row(values, static_cast<Element*>(d_w) + at, left, aligned);
         return;
       }
       float* const to = (whole ? static_cast<float*>(d_w) : partials) + at;
       const bool in_vectors = whole ? aligned : columns % 4 == 0;
-      if (whole && adds) {
+      if (whole && accumulates) {
         float before[kEach];
         load_row(to, left, in_vectors, before);
 #pragma unroll

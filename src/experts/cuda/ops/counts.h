@@ -1,4 +1,4 @@
-// The sizes that kernels of the experts count in int32.
+// Sizes that the expert kernels index in int32.
 #pragma once
 
 #include <cstdint>

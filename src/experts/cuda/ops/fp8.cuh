@@ -1,4 +1,4 @@
-// Conversion of numbers to float8_e4m3fn: v / scale, rounded to nearest even.
+// Conversion to FP8 (e4m3): v / scale, rounded to nearest even.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace anabranch::cuda {
 
-// Two numbers as two bytes, the first in the lower one.
+// Packs two values into two bytes, `low` in the lower byte.
 __device__ __forceinline__ uint32_t pack_fp8(float low, float high) {
 #if __CUDA_ARCH__ >= 890
   uint16_t bytes;
@@ -19,9 +19,9 @@ __device__ __forceinline__ uint32_t pack_fp8(float low, float high) {
 #endif
 }
 
-// The same of quotients that one reciprocal gives, for what products are: of a quotient that lies between two numbers
-// of 8 bits to 24 binary digits it may take either. The division's, by two operations more, would cost the hidden
-// gradient an eighth of its time.
+// Fast conversion of v / scale by a reciprocal, for GEMM results. A quotient that is a tie of two e4m3 values to 24
+// bits may round either way. Correct rounding takes two more operations and would add an eighth to the time of the
+// intermediate gradient.
 class Fp8Scaler {
  public:
   __device__ __forceinline__ Fp8Scaler(uint32_t largest, bool power_of_two)

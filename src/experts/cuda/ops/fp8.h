@@ -1,4 +1,4 @@
-// Products of float8_e4m3fn with float32 scales of blocks of 128 elements, on Hopper's tensor cores.
+// FP8 (e4m3) GEMMs with one float32 scale per block of 128 elements, for Hopper.
 #pragma once
 
 #include "experts/block_scale.h"
@@ -8,17 +8,17 @@
 
 namespace anabranch::cuda {
 
-// Rows of K elements, a scale for every 128 neighbours of a row.
+// Rows of K elements with one scale per 128 contiguous elements.
 struct Fp8Rows {
   const void* values = nullptr;   // [rows, K]
   const float* scales = nullptr;  // [rows, K / 128]
 };
 
-// Rows that a product writes.
+// Rows that a GEMM writes.
 struct Fp8Output {
   void* values = nullptr;
   float* scales = nullptr;
-  bool power_of_two = false;  // scales are
+  bool power_of_two = false;  // round the scales up to powers of two
 };
 
 // Operand B of a GEMM, K-major. There is one scale per 128 x 128 elements of an expert and part; offsets of scales are
@@ -26,14 +26,14 @@ struct Fp8Output {
 struct Fp8Weights {
   const void* values = nullptr;  // [E, P, columns, K], or [E, columns, K]
   const float* scales = nullptr;
-  int64_t count = 0;       // of scales, from `scales` on
-  int64_t of_expert = 0;   // from expert to expert
-  int64_t of_k = 0;        // from 128 of K to the next
-  int64_t of_columns = 0;  // from 128 columns to the next
-  int64_t of_part = 0;     // from gate to up
+  int64_t count = 0;          // number of scales, from `scales` on
+  int64_t expert_stride = 0;  // from one expert to the next
+  int64_t k_stride = 0;       // from 128 k to the next
+  int64_t column_stride = 0;  // from 128 columns to the next
+  int64_t part_stride = 0;    // from gate to up
 };
 
-// The phases with operands and results of 8 bits, in addition to the fields of their 16-bit forms; `a` is e4m3 only.
+// Phases with FP8 operands and results, in addition to the fields of their 16-bit forms. `a` is written in e4m3 only.
 struct Fp8Up : Up {
   Fp8Rows x8;  // gathered
   Fp8Weights w8;

@@ -1,4 +1,4 @@
-// Gradients of the hidden rows of the feed-forward network on CUDA.
+// Gradients of the intermediate rows of the feed-forward network on CUDA.
 #pragma once
 
 #include <cstdint>
@@ -11,25 +11,25 @@
 
 namespace anabranch::cuda {
 
-// With w the row's weight and `a` recomputed from h:
+// For a row of weight w, with `a` recomputed from h:
 //
 //     da' = d_y W_out[e]^T;  dh = phi'(h) w da';  weighted_a = w a;  <da', a> = the sum of dots[:, r].
 //
-// Padding is zero, and so is everything past the groups.
+// Padding rows and rows after the groups are zero.
 struct HiddenGradient {
   FfnSizes s;
   RowMap map;
   const int32_t* group_sizes = nullptr;  // [E], on the device
   Activation activation;
   Precision precision = Precision::highest;
-  bool skips_rest = false;  // rows past the groups need not be written
-  Floats d_y;               // gathered rows of D; has the dtype of w_out, h, dh and weighted_a
-  Floats w_out;             // [E, F, D], in the layout of `s`, as h and dh
-  Floats weights;           // of slots, or none: 1
+  bool skips_rest = false;  // rows after the groups may stay unwritten
+  Floats d_y;               // gathered rows of D, in the dtype of w_out, h, dh and weighted_a
+  Floats w_out;             // [E, F, D], in the layout of `s` like h and dh
+  Floats weights;           // per assignment, or none (1)
   Floats h;                 // [R, P, F]
-  Floats dh;                // [R, P, F], or none; may be the memory of h
+  Floats dh;                // [R, P, F], or none; may alias h
   Floats weighted_a;        // [R, F], or none
-  float* dots = nullptr;    // [dot_parts(), R], or nullptr
+  float* dots = nullptr;    // [dot_parts(), R]: partial sums of <da', a>; or nullptr
 };
 
 }  // namespace anabranch::cuda

@@ -1,4 +1,5 @@
-// Which slot each row of a grouped product belongs to, and which row of tokens or cotangents it reads.
+// Gather indices of a grouped GEMM: the assignment (token, k) of each row, and the row of tokens or cotangents it
+// reads.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +11,8 @@
 namespace anabranch::cuda {
 
 struct RowMap {
-  bool by_slot = false;            // rows belong to slots of tokens; else row r is slot r and reads row r
-  const int32_t* slots = nullptr;  // [R] with by_slot, on the device; may be nullptr where R = 0
+  bool by_slot = false;            // rows belong to assignments of tokens; else row r reads row r
+  const int32_t* slots = nullptr;  // [R] if by_slot, on the device; may be nullptr if R = 0
   int32_t num_slots = 0;           // T K, or R
   int32_t topk = 1;
   Divisor by_topk;
@@ -23,20 +24,20 @@ struct RowMap {
         num_slots(static_cast<int32_t>(slots_there_are)),
         topk(static_cast<int32_t>(K)),
         by_topk(topk) {}
-  // Of R rows, or with slot_of_row of tokens' slots: T tokens of K each. The tensor decides, not its data, which is
-  // NULL where it is empty. Without a slot K divides nothing, and may be too large for an int32.
+  // R rows in expert order, or with slot_of_row, the assignments of T tokens with K experts each. The tensor decides,
+  // not its data, which is NULL if it is empty. Without assignments K is unused and may exceed int32.
   RowMap(const ab_tensor* slot_of_row, int64_t T, int64_t K, int64_t R)
       : RowMap(data<const int32_t>(slot_of_row), slot_of_row == nullptr ? R : T * K,
                slot_of_row == nullptr || T * K == 0 ? 1 : K) {
     by_slot = slot_of_row != nullptr;
   }
 
-  // Whatever the device's data is; -1: the row is padding.
+  // Valid for any data on the device. Returns -1 for padding.
   AB_INLINE int32_t slot_of(int32_t row) const { return by_slot ? checked(slots[row]) : row; }
   AB_INLINE int32_t checked(int32_t slot) const { return slot >= 0 && slot < num_slots ? slot : -1; }
   AB_INLINE int32_t source_of(int32_t slot) const { return by_slot ? by_topk.quotient(slot) : slot; }
 
-  // Rows of what is read: tokens.
+  // Number of source rows (tokens).
   AB_INLINE int32_t sources() const { return num_slots / topk; }
 };
 

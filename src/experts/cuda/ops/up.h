@@ -1,4 +1,4 @@
-// The first half of the feed-forward network on CUDA: hidden rows and their activations.
+// The first half of the feed-forward network on CUDA: intermediate rows and their activations.
 #pragma once
 
 #include "core/floats.h"
@@ -9,20 +9,20 @@
 
 namespace anabranch::cuda {
 
-// h = x W_in[e] + b_in[e];  a = phi(h_gate, h_up), or act(h) ungated, times the row's weight where it comes early. The
-// activation sees h before it is rounded. Padding is zero, and rows past the groups.
+// h = x W_in[e] + b_in[e]; a = phi(h_gate, h_up), or act(h) for ungated experts, times the row's weight if it is
+// applied early. The activation reads h before rounding. Padding rows and rows after the groups are zero.
 struct Up {
   FfnSizes s;
   RowMap map;
   const int32_t* group_sizes = nullptr;  // [E], on the device
   Activation activation;
   Precision precision = Precision::highest;
-  bool skips_rest = false;  // rows past the groups need not be written
+  bool skips_rest = false;  // rows after the groups may stay unwritten
   Floats x;                 // gathered rows of D
-  Floats w_in;              // [E, D, P, F], in the layout of `s`, as b_in and h
+  Floats w_in;              // [E, D, P, F], in the layout of `s` like b_in and h
   Floats b_in;              // [E, P, F], or none
-  Floats weights;           // of slots, or none: 1, also where weights come late
-  Floats h;                 // [R, P, F], or none: not wanted
+  Floats weights;           // per assignment; none (1) also if weights are applied late
+  Floats h;                 // [R, P, F], or none if not requested
   Floats a;                 // [R, F]
 };
 

@@ -1,4 +1,4 @@
-// Gradients of the experts' matrices on CUDA.
+// Weight gradients of the experts on CUDA.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace anabranch::cuda {
 
-// d_w[e] = x^T d_y over the rows of group e, zero without rows.
+// d_w[e] = x^T d_y over the rows of group e; zero without rows.
 struct WeightGradient {
   RowMap map;              // maps the gathered operand
   Floats x;                // [R, D], or gathered rows of D
@@ -19,7 +19,7 @@ struct WeightGradient {
   const int32_t* group_sizes = nullptr;  // [E], on the device
   Floats d_w;                            // [E, D, N]
   Precision precision = Precision::highest;
-  bool accumulates = false;  // adds to what stands in d_w, float32
+  bool accumulates = false;  // add to d_w, which must be float32
   int64_t R = 0;
   int64_t E = 0;
   int64_t D = 0;

@@ -1,4 +1,4 @@
-// How large the workspaces of the experts' CUDA operations are.
+// Workspace sizes of the experts' CUDA operations.
 #pragma once
 
 #include <algorithm>
@@ -11,22 +11,22 @@
 
 namespace anabranch::cuda {
 
-// Rows [R, columns] of a dtype.
+// Bytes of rows [R, columns] of a dtype.
 inline size_t rows_bytes(int64_t R, int64_t columns, int32_t dtype) {
   Workspace workspace;
   workspace.take_rows(R, columns, dtype);
   return workspace.size();
 }
 
-// Columns of a chunk of rows [R, N], which are summed by token. Products of float8_e4m3fn have tiles of 256 columns,
-// and so have long sums with transposed weights on Hopper (hopper/tile_choice.h).
+// Columns per chunk of rows [R, N] that are summed per token. Tiles have 256 columns for FP8 GEMMs, and on Hopper for
+// long contractions with transposed weights (hopper/tile_choice.h).
 inline int64_t combined_columns(int64_t R, int64_t E, int64_t N, int64_t D, bool backward, bool fp8) {
   constexpr int64_t kLongSums = 1536;
   const bool wide_tiles = fp8 || (backward && D >= kLongSums);
   return chunk_columns(R, E, N, D, backward, wide_tiles ? 256 : 192);
 }
 
-// Rows that are quantised, with their scales.
+// Bytes of quantised rows and their scales.
 inline size_t fp8_rows_bytes(int64_t R, int64_t columns) {
   Workspace workspace;
   workspace.take_rows(R, columns, AB_FLOAT8_E4M3);
@@ -38,22 +38,23 @@ inline size_t fp8_rows_bytes(int64_t R, int64_t columns) {
 constexpr int64_t most_dot_parts(int64_t F) { return (F + 127) / 128; }
 constexpr size_t dots_bytes(int64_t R, int64_t F) { return static_cast<size_t>(most_dot_parts(F) * R) * sizeof(float); }
 
-// A bias' gradient: sums of up to so many rows of an expert, and at most one that is shorter for each expert.
+// Partial sums of a bias gradient: one per kBiasRows rows of an expert, and at most one shorter one per expert.
 constexpr int kBiasRows = 512;
 constexpr size_t bias_gradient_bytes(int64_t R, int64_t E, int64_t N) {
   return static_cast<size_t>(((R + kBiasRows - 1) / kBiasRows + E) * N) * sizeof(float);
 }
 
-// The sums of a weight gradient run over the rows of a group. Long groups are cut into segments whose sums are computed
-// apart and added afterwards. Rows [begin, end) of an expert, none for an expert without rows:
+// The sums of a weight gradient run over the rows of a group. Long groups are split into segments whose sums are
+// computed separately and added afterwards. A segment is rows [begin, end) of an expert; empty for an expert without
+// rows.
 struct alignas(16) Segment {
   int32_t expert;
   int32_t begin;
   int32_t end;
-  int32_t partial;  // the partial result it gives; kWhole: it is all of the expert's rows
+  int32_t partial;  // index of its partial sum; kWhole: the segment is the whole group
 };
 
-// An expert of several segments: its partial results are first, ..., first + count - 1.
+// An expert with several segments. Its partial sums have indices first, ..., first + count - 1.
 struct Split {
   int32_t expert;
   int32_t first;
@@ -63,39 +64,38 @@ struct Split {
 struct SegmentCounts {
   int32_t segments;
   int32_t splits;
-  int32_t next_tile;  // the tiles that blocks have taken, beside one each
+  int32_t next_tile;  // tiles taken from the queue, beyond the first one per CTA
 };
 
-// Bounds from shapes.
+// Upper bounds from static shapes.
 struct SegmentBounds {
-  int64_t rows;      // of a segment, a multiple of 64
-  int64_t segments;  // one for each expert at least
-  int64_t partials;  // 0: no group can be so long
+  int64_t rows;      // per segment, a multiple of 64
+  int64_t segments;  // at least one per expert
+  int64_t partials;  // 0: no group can exceed one segment
 };
 
-// Gradients [E, D, N] of R rows in groups. A segment is about a quarter of what one of so many multiprocessors has to
-// do, so that the longest segments first, then the shorter ones, fill them evenly; and partial results are of bounded
-// size, 132 MiB, whatever the shape.
+// Bounds for gradients [E, D, N] of R rows in groups. A segment is about a quarter of the work of one SM, so that
+// scheduling long segments first fills the SMs evenly. The partial sums take at most 132 MiB, whatever the shape.
 inline SegmentBounds bound_segments(int64_t R, int64_t E, int64_t D, int64_t N) {
-  constexpr double kMultiprocessors = 132;  // always the same, so that results are
+  constexpr double kMultiprocessors = 132;  // SMs; a constant, so that results do not depend on the device
   constexpr double kTile = 128 * 256;
-  constexpr double kSegments = 4;  // a multiprocessor
-  constexpr int64_t kLeast = 512;  // rows; shorter ones cost more than they gain
+  constexpr double kSegments = 4;    // per SM
+  constexpr int64_t kMinRows = 512;  // rows; shorter segments cost more than they gain
   const auto whole_k_blocks = [](int64_t rows) { return (rows + 63) / 64 * 64; };
   const double share = static_cast<double>(D) * static_cast<double>(N) / (kTile * kMultiprocessors * kSegments);
   SegmentBounds bounds{};
   bounds.rows = whole_k_blocks(std::max<int64_t>(R, 1));
   if (share < 1) {
     const auto rows = static_cast<int64_t>(static_cast<double>(R) * share) + 1;
-    bounds.rows = std::min(bounds.rows, whole_k_blocks(std::max(rows, kLeast)));
+    bounds.rows = std::min(bounds.rows, whole_k_blocks(std::max(rows, kMinRows)));
   }
-  // A group of r rows, more than `rows`, has at most r / rows + 1 segments, less than 2 r / rows.
+  // A group of r > `rows` rows has at most r / rows + 1 segments, fewer than 2 r / rows.
   bounds.partials = bounds.rows < R ? 2 * R / bounds.rows : 0;
   bounds.segments = E + bounds.partials;
   return bounds;
 }
 
-// Where things are in the workspace: the counts first, then parts that are 256-byte aligned behind the one before.
+// Workspace layout: the counts, then the other parts, each 256-byte aligned.
 struct SegmentLayout {
   size_t segments;
   size_t splits;
@@ -109,7 +109,7 @@ struct SegmentLayout {
   }
 };
 
-// The workspace of a weight gradient [E, D, N].
+// Workspace bytes of a weight gradient [E, D, N].
 inline size_t weight_gradient_bytes(int64_t R, int64_t E, int64_t D, int64_t N) {
   if (E == 0 || D == 0 || N == 0) return 0;
   const SegmentBounds bounds = bound_segments(R, E, D, N);

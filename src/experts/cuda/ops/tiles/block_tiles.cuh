@@ -1,4 +1,5 @@
-// Tiles for whole blocks, where no queue hands them over (hopper/tile_queue.cuh): the first warp schedules, all wait.
+// Tile scheduling for whole CTAs, where no queue distributes tiles (hopper/tile_queue.cuh): the first warp schedules
+// and the others wait.
 #pragma once
 
 #include "core/cuda/warp.cuh"
@@ -6,8 +7,8 @@
 
 namespace anabranch::cuda {
 
-// The block's n-th tile, in shared memory; false: there are no more. By all threads of the block, which are done with
-// the tile before.
+// Stores the CTA's n-th tile in shared memory; returns false if there are no more. Called by all threads of the CTA,
+// after they have finished the previous tile.
 template <class Scheduler>
 __device__ __forceinline__ bool next_of_block(Scheduler& scheduler, int n, Tile& tile) {
   __syncthreads();

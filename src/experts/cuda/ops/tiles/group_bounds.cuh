@@ -1,4 +1,4 @@
-// Where the rows of groups begin and end, whose sizes only the device knows.
+// First and last rows of groups, whose sizes are known on the device only.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +8,7 @@
 
 namespace anabranch::cuda {
 
-// 32 groups at a time, a lane each: at first groups 0 ... 31. Used by one whole warp.
+// Processes 32 groups at a time, one per lane, starting with groups 0 ... 31. Used by one whole warp.
 class GroupBounds {
  public:
   __device__ explicit GroupBounds(const Groups& groups) : groups_(groups) { read(); }
@@ -25,7 +25,7 @@ class GroupBounds {
  private:
   __device__ void read() {
     const auto R = static_cast<uint32_t>(groups_.R);
-    const int32_t end_of_all = __shfl_sync(kAllLanes, end_, kWarp - 1);  // of the groups that have been read
+    const int32_t end_of_all = __shfl_sync(kAllLanes, end_, kWarp - 1);  // of the groups read so far
     const int32_t group = first_ + lane_index();
     uint32_t size = group == groups_.E ? R : 0;
     if (group < groups_.E) size = static_cast<uint32_t>(min(max(groups_.sizes[group], 0), groups_.R));

@@ -1,4 +1,4 @@
-// The tile scheduler of products over the rows of groups as the k dimension: the tiles of every group's result.
+// Tile scheduler of GEMMs that contract over the rows of each group: lists the tiles of every group's result.
 #pragma once
 
 #include <cstdint>
@@ -10,18 +10,19 @@ namespace anabranch::cuda {
 
 struct GroupTiles {
   Groups groups;
-  int32_t rows;  // of a result
+  int32_t rows;  // per result
   int32_t row_tiles;
   int32_t column_tiles;
 };
 
-// Group after group, within a group as in place_of(); a tile sums over all rows of its group. Used by one whole warp.
+// Goes through the groups in order, and through the tiles of a group by place_of(). A tile sums over all rows of its
+// group. Used by one whole warp.
 template <int kRows, int kColumns>
 class GroupTileScheduler {
  public:
   __device__ explicit GroupTileScheduler(const GroupTiles& tiles) : tiles_(tiles), bounds_(tiles.groups) {}
 
-  // The block's n-th tile, one after another: blocks take them in turn.
+  // Returns the CTA's n-th tile. Must be called for consecutive n; CTAs take tiles in turn.
   __device__ Tile next(int n) {
     const int32_t index = static_cast<int32_t>(blockIdx.x) + n * static_cast<int32_t>(gridDim.x);
     const int32_t count = tiles_.row_tiles * tiles_.column_tiles;

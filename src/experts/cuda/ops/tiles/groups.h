@@ -1,18 +1,18 @@
-// Groups of rows: the rows of each expert, which stand together.
+// Groups of rows: the contiguous rows of each expert.
 #pragma once
 
 #include <cstdint>
 
 namespace anabranch::cuda {
 
-// R rows in E groups. Negative sizes count as 0, rows past R are cut, and what is left past all groups is group E.
+// R rows in E groups. Negative sizes count as 0, rows beyond R are dropped, and rows after all groups form group E.
 struct Groups {
   const int32_t* sizes;  // [E], on the device
   int32_t E;
   int32_t R;
 };
 
-// Of sizes that the host has checked.
+// Requires sizes that the host has checked.
 inline Groups groups_of(const int32_t* sizes, int64_t E, int64_t R) {
   return {sizes, static_cast<int32_t>(E), static_cast<int32_t>(R)};
 }

@@ -1,4 +1,4 @@
-// The tile scheduler of products over the rows of groups.
+// Tile scheduler of GEMMs over the rows of groups.
 #pragma once
 
 #include <cstdint>
@@ -9,22 +9,22 @@
 
 namespace anabranch::cuda {
 
-// A product out[R, columns] of groups of rows, cut into tiles.
+// The result out[R, columns] of a GEMM over groups of rows.
 struct RowTiles {
   Groups groups;
-  int32_t k;  // of the contraction: the columns of the left operand
+  int32_t k;  // length of the contraction: columns of operand A
   int32_t column_tiles;
-  bool skips_rest = false;  // no tiles of the rows past the groups
+  bool skips_rest = false;  // omit tiles of the rows after the groups
 };
 
-// At most this many tiles of kRows rows there are over R rows in E groups: rows past the groups are one group more.
+// Upper bound on the tiles of `rows` rows each that cover R rows in E groups. Rows after the groups are one more group.
 constexpr int64_t most_row_tiles(int64_t R, int64_t E, int64_t rows) { return (R + rows - 1) / rows + E + 1; }
 
-// Tiles in one order for all blocks: expert after expert, within an expert as in place_of(). Used by one whole warp.
+// Lists tiles in the same order for all CTAs: by expert, and within an expert by place_of(). Used by one whole warp.
 //
-// A cluster of two blocks takes pairs of tiles: one below the other, whose weights are multicast. If that leaves a
-// last row of tiles, its tiles are pairs of neighbours, the last of which may stand past the columns and have no rows.
-// Without clusters a pair is one tile.
+// A cluster of two CTAs takes pairs of tiles, one below the other, and multicasts their weights. If a last row of tiles
+// remains, its tiles are paired with their horizontal neighbours; the second tile of the last pair may be out of bounds
+// and then has no rows. Without clusters a pair is a single tile.
 template <int kRows, int kColumns, int kBlocks = 1>
 class RowTileScheduler {
   static_assert(kBlocks == 1 || kBlocks == 2, "a cluster has one or two CTAs");
@@ -32,12 +32,12 @@ class RowTileScheduler {
  public:
   __device__ explicit RowTileScheduler(const RowTiles& tiles) : tiles_(tiles), bounds_(tiles.groups) { count_pairs(); }
 
-  // The block's n-th tile, one after another: clusters take them in turn.
+  // Returns the CTA's n-th tile. Must be called for consecutive n; clusters take pairs in turn.
   __device__ Tile next(int n) {
     return at(static_cast<int32_t>(blockIdx.x) / kBlocks + n * (static_cast<int32_t>(gridDim.x) / kBlocks));
   }
 
-  // The block's tile of the index-th pair; indices must not decrease from call to call.
+  // Returns the CTA's tile of the index-th pair. Indices must not decrease between calls.
   __device__ Tile at(int32_t index) {
     while (index >= end_pair()) {
       if (bounds_.first() + kWarp > tiles_.groups.E) return {.expert = kNoTile};
@@ -84,7 +84,7 @@ class RowTileScheduler {
     return row_tiles / kBlocks * tiles_.column_tiles + last_row;
   }
 
-  // Where the pairs of the lanes' groups end.
+  // Computes where the pairs of the lanes' groups end.
   __device__ void count_pairs() {
     const int32_t pairs_before = end_pair();
     const bool skipped = tiles_.skips_rest && bounds_.first() + lane_index() == tiles_.groups.E;
@@ -97,7 +97,7 @@ class RowTileScheduler {
     lane_end_pair_ += pairs_before;
   }
 
-  // Of the groups that have been read.
+  // End of the pairs of the groups read so far.
   __device__ int32_t end_pair() const { return __shfl_sync(kAllLanes, lane_end_pair_, kWarp - 1); }
 
   RowTiles tiles_;

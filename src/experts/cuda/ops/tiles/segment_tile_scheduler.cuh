@@ -1,4 +1,4 @@
-// The tile scheduler of gradients of weights: the tiles of every segment's result, as segments.h lists them.
+// Tile scheduler of weight gradients: lists the tiles of every segment's result, in the order of segments.h.
 #pragma once
 
 #include <cstdint>
@@ -11,13 +11,13 @@ namespace anabranch::cuda {
 
 struct SegmentTiles {
   SegmentList list;
-  int32_t rows;  // of a result
+  int32_t rows;  // per result
   int32_t row_tiles;
   int32_t column_tiles;
 };
 
-// Segment after segment, within a segment as in place_of(). Segments take very different times: a block takes a tile
-// when it is ready for one. Used by one whole warp.
+// Goes through the segments in order, and through the tiles of a segment by place_of(). The time per segment varies
+// widely, so CTAs take tiles dynamically. Used by one whole warp.
 template <int kRows, int kColumns>
 class SegmentTileScheduler {
  public:
@@ -30,7 +30,7 @@ class SegmentTileScheduler {
     const int32_t segment_index = index / count;
     if (segment_index >= segments_) return {.expert = kNoTile};
     const Segment segment = tiles_.list.segments[segment_index];
-    // What comes next is known when it is asked for.
+    // Take the next tile ahead of time, to hide the latency of the atomic.
     if (lane_index() == 0) next_ = static_cast<int32_t>(gridDim.x) + atomicAdd(&tiles_.list.counts->next_tile, 1);
     const TilePlace place = place_of(index - segment_index * count, tiles_.row_tiles, tiles_.column_tiles);
     return {.expert = segment.expert,
@@ -47,7 +47,7 @@ class SegmentTileScheduler {
  private:
   const SegmentTiles& tiles_;
   int32_t segments_;
-  int32_t next_ = static_cast<int32_t>(blockIdx.x);  // in lane 0
+  int32_t next_ = static_cast<int32_t>(blockIdx.x);  // valid in lane 0
 };
 
 }  // namespace anabranch::cuda

@@ -12,17 +12,17 @@
 namespace anabranch::cuda {
 namespace {
 
-static_assert(kBlockK == 64, "segments are whole k-blocks");
+static_assert(kBlockK == 64, "segments must be whole k-blocks");
 
-constexpr int kMostThreads = 1024;
-constexpr int kLengths = kWarp;  // classes of segments by their length, longest first
+constexpr int kMaxThreads = 1024;
+constexpr int kLengths = kWarp;  // length classes of segments, longest first
 
 template <class T>
 __host__ __device__ constexpr T round_up(T value, T step) {
   return (value + step - 1) / step * step;
 }
 
-// A group of `rows` rows: in `count` segments of `length` rows, the last one of what is left.
+// Splits a group of `rows` rows into `count` segments of `length` rows; the last one may be shorter.
 struct Cut {
   int32_t count;
   int32_t length;
@@ -37,8 +37,8 @@ struct Cut {
   }
 };
 
-// visit(expert, begin, end, cut, first partial result, split) for every group, a thread each. Returns how many partial
-// results (low half) and splits (high half) there are.
+// Calls visit(expert, begin, end, cut, index of the first partial sum, index of the split) for every group, with one
+// thread per group. Returns the number of partial sums (low half) and splits (high half).
 template <class Visit>
 __device__ int64_t for_each_group(const Groups& groups, int32_t most, const Visit& visit) {
   int64_t rows_before = 0;
@@ -64,9 +64,9 @@ __device__ int64_t for_each_group(const Groups& groups, int32_t most, const Visi
   return parts_before;
 }
 
-// One block. Counts the segments of each length, then gives every group its places in the list.
-__global__ void __launch_bounds__(kMostThreads) list_segments(Groups groups, int32_t most, SegmentList list) {
-  __shared__ int32_t places[kLengths];  // number of segments; then where the next one goes
+// Runs in one CTA. Counts the segments of each length class, then assigns every group its positions in the list.
+__global__ void __launch_bounds__(kMaxThreads) list_segments(Groups groups, int32_t most, SegmentList list) {
+  __shared__ int32_t places[kLengths];  // number of segments per class, then the next free position
   wait_for_previous_kernel();
   let_next_kernel_start();
   if (warp_index() == 0) places[lane_index()] = 0;
@@ -99,9 +99,9 @@ __global__ void __launch_bounds__(kMostThreads) list_segments(Groups groups, int
 }
 
 constexpr int kAddThreads = 256;
-constexpr int kAddBlocks = 4;  // of a multiprocessor
+constexpr int kAddBlocks = 4;  // per SM
 
-// kVector: 8 elements a thread, in whole 16-byte words, or 1.
+// kVector: 8 elements per thread in whole 16-byte words, or 1.
 template <class Out, int kVector>
 __global__ void __launch_bounds__(kAddThreads)
     sum_partials(SegmentList list, int64_t elements, Out* out, bool accumulates) {
@@ -157,7 +157,7 @@ SegmentList place_segments(const SegmentBounds& bounds, void* workspace) {
 
 ab_status find_segments(const Groups& groups, const SegmentBounds& bounds, const SegmentList& list,
                         cudaStream_t stream) {
-  const int threads = std::min(round_up(std::max(groups.E, 1), kWarp), kMostThreads);
+  const int threads = std::min(round_up(std::max(groups.E, 1), kWarp), kMaxThreads);
   return launch("segments", list_segments, {1, threads, 0, stream, true}, groups, static_cast<int32_t>(bounds.rows),
                 list);
 }
@@ -168,8 +168,8 @@ ab_status add_partials(const SegmentList& list, int64_t elements, void* out, int
   constexpr int kVector = 8;
   const bool in_vectors = address(out) % kAccessBytes == 0 && elements % kVector == 0;
   return with_float_type(dtype, [&]<class Out>(Out) {
-    return launch("partial results", in_vectors ? sum_partials<Out, kVector> : sum_partials<Out, 1>, shape, list,
-                  elements, static_cast<Out*>(out), accumulates);
+    return launch("partial sums", in_vectors ? sum_partials<Out, kVector> : sum_partials<Out, 1>, shape, list, elements,
+                  static_cast<Out*>(out), accumulates);
   });
 }
 

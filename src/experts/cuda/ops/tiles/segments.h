@@ -1,6 +1,6 @@
-// The sums of a weight gradient run over the rows of a group. Long groups are cut into segments whose sums are computed
-// apart and added afterwards in their order, so that no group keeps one block busy for long and results are the same
-// bits on every run. How groups are cut depends on their sizes and on static shapes alone.
+// Segments of weight gradients. Their sums run over the rows of a group. Long groups are split into segments whose sums
+// are computed separately and added afterwards in a fixed order. No group keeps one CTA busy for long, and results are
+// bitwise reproducible. The split depends only on group sizes and static shapes.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,7 +15,7 @@
 
 namespace anabranch::cuda {
 
-// On the device, in the workspace.
+// Device pointers into the workspace.
 struct SegmentList {
   SegmentCounts* counts;
   Segment* segments;  // longest first
@@ -23,19 +23,18 @@ struct SegmentList {
   float* partials;  // [partials, D, N]
 };
 
-// Where things are in the workspace, from a 16-byte aligned address on.
+// Lays out the list in the workspace, which must be 16-byte aligned.
 SegmentList place_segments(const SegmentBounds& bounds, void* workspace);
 
-// Enqueues filling the list.
+// Enqueues the kernel that fills the list.
 ab_status find_segments(const Groups& groups, const SegmentBounds& bounds, const SegmentList& list,
                         cudaStream_t stream);
 
-// Enqueues out [E, D, N] = the sum of the partial results for the experts of several segments, plus what stood in `out`
-// if it accumulates.
+// Enqueues out [E, D, N] = sum of partial sums, for experts with several segments. accumulates: adds to `out`.
 ab_status add_partials(const SegmentList& list, int64_t elements, void* out, int32_t dtype, bool accumulates,
                        int multiprocessors, cudaStream_t stream);
 
-// Enqueues a weight gradient: launch(bounds, list) is to enqueue the kernel that sums each segment. workspace:
+// Enqueues a weight gradient. launch(bounds, list) must enqueue the kernel that sums each segment. workspace:
 // weight_gradient_bytes(R, E, D, N) bytes.
 template <class F>
 ab_status sum_in_segments(const WeightGradient& g, void* workspace, int multiprocessors, cudaStream_t stream,

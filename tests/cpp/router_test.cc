@@ -220,11 +220,11 @@ TEST(RouterForward, HasTheSameBitsForEveryThreadCountAndSetOfOutputs) {
   const Compact one(T, E, K);
   ab_router_forward_args args = forward_args(logits, K, options);
   args.expert_bias = bias.view();
-  one.want(&args);
+  one.request(&args);
   EXPECT_OK(forward(args, 1));
   for (const int threads : {1, 2, 3, 8}) {
     const Compact many(T, E, K);
-    many.want(&args);
+    many.request(&args);
     EXPECT_OK(forward(args, threads));
     EXPECT_EQ(many.weights.values(), one.weights.values());
     EXPECT_EQ(many.experts.values(), one.experts.values());

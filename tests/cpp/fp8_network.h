@@ -4,7 +4,8 @@
 #include "fp8_operands.h"
 
 namespace anabranch::testing {
-// Slots in reverse order. Every fifth row is padding; rows after the last slot are padding too.
+// Slots in reverse order. Every fifth row is padding, and so are rows for which no slot is left. Rows past the groups
+// get slots too.
 inline std::vector<int32_t> mixed_slots(int64_t R, int64_t slots) {
   std::vector<int32_t> result;
   int32_t next = static_cast<int32_t>(slots) - 1;

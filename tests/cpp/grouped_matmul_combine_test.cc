@@ -108,7 +108,8 @@ void check_combined(const Network<T_>& net) {
   }
 }
 
-// Slots in reverse order. Every fifth row is padding; rows after the last slot are padding too.
+// Slots in reverse order. Every fifth row is padding, and so are rows for which no slot is left. Rows past the groups
+// get slots too.
 std::vector<int32_t> mixed_slots(int64_t R, int64_t slots) {
   const int32_t none[] = {-1, INT32_MIN, INT32_MAX, static_cast<int32_t>(slots)};
   std::vector<int32_t> result(static_cast<size_t>(R));

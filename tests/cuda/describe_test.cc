@@ -54,7 +54,7 @@ TEST_F(DescribeCuda, ALayerUsesTheFirstPathThatSupportsIt) {
   EXPECT_EQ(odd.path, next);
 }
 
-TEST(DescribeWithoutCuda, APathSaysWhyThereIsNone) {
+TEST(DescribeWithoutCuda, ExpertsPathReturnsTheReason) {
   int count = 0;
   if (cudaGetDeviceCount(&count) == cudaSuccess && count > 0) GTEST_SKIP() << "a GPU is present";
   const char* path = nullptr;

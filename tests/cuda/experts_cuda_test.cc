@@ -245,7 +245,7 @@ TEST_F(ExpertsCuda, BadArgumentsAreRefused) {
 }
 
 // Without a GPU, the call returns an error that names the reason.
-TEST(ExpertsWithoutCuda, TheCallSaysWhy) {
+TEST(ExpertsWithoutCuda, TheErrorNamesTheReason) {
   int count = 0;
   if (cudaGetDeviceCount(&count) == cudaSuccess && count > 0) GTEST_SKIP() << "a GPU is present";
   const GroupedMatmul op({{2, 2}, 4, 8, 8});

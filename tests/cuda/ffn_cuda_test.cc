@@ -611,7 +611,7 @@ TEST(FfnWithoutCuda, WorkspaceMatchesTheHeader) {
 }
 
 // Without a GPU, the calls return an error that names the reason.
-TEST(FfnWithoutCuda, TheCallSaysWhy) {
+TEST(FfnWithoutCuda, TheErrorNamesTheReason) {
   int count = 0;
   if (cudaGetDeviceCount(&count) == cudaSuccess && count > 0) GTEST_SKIP() << "a GPU is present";
   const Network net({{2, 2}, 4, 8, 16, 2, 4, 2});

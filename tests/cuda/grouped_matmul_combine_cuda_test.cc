@@ -462,7 +462,7 @@ TEST(GroupedMatmulCombineWithoutCuda, WorkspaceMatchesTheHeader) {
 }
 
 // Without a GPU, the call returns an error that names the reason.
-TEST(GroupedMatmulCombineWithoutCuda, TheCallSaysWhy) {
+TEST(GroupedMatmulCombineWithoutCuda, TheErrorNamesTheReason) {
   int count = 0;
   if (cudaGetDeviceCount(&count) == cudaSuccess && count > 0) GTEST_SKIP() << "a GPU is present";
   const Network net({{2, 2}, 4, 8, 16, 2, 4, 2});

@@ -195,7 +195,7 @@ TEST_F(WeightGradientCuda, BadArgumentsAreRefused) {
 }
 
 // Without a GPU, the call returns an error that names the reason.
-TEST(WeightGradientWithoutCuda, TheCallSaysWhy) {
+TEST(WeightGradientWithoutCuda, TheErrorNamesTheReason) {
   int count = 0;
   if (cudaGetDeviceCount(&count) == cudaSuccess && count > 0) GTEST_SKIP() << "a GPU is present";
   const GroupedMatmulDw gradient({{2, 2}, 4, 5, 6});

@@ -51,7 +51,7 @@ struct dim3 {
 inline void __syncthreads() { emulation::sync_block(); }
 inline void __syncwarp(unsigned = 0) {
   const char nothing = 0;
-  emulation::show(&nothing, 1);
+  emulation::publish(&nothing, 1);
 }
 // width: a power of two; lanes exchange values within groups of this size.
 template <class T>
@@ -75,16 +75,16 @@ T __shfl_down_sync(unsigned, T value, int distance, int width = 32) {
 }
 inline unsigned __ballot_sync(unsigned, int predicate) {
   const char mine = predicate != 0;
-  const char (*shown)[64] = emulation::show(&mine, 1);
+  const char (*published)[64] = emulation::publish(&mine, 1);
   unsigned lanes = 0;
-  for (int lane = 0; lane < 32; ++lane) lanes |= static_cast<unsigned>(shown[lane][0]) << lane;
+  for (int lane = 0; lane < 32; ++lane) lanes |= static_cast<unsigned>(published[lane][0]) << lane;
   return lanes;
 }
 inline unsigned __match_any_sync(unsigned, int value) {
-  const char (*shown)[64] = emulation::show(&value, sizeof(value));
+  const char (*published)[64] = emulation::publish(&value, sizeof(value));
   unsigned lanes = 0;
   for (int lane = 0; lane < 32; ++lane) {
-    lanes |= static_cast<unsigned>(std::memcmp(shown[lane], &value, sizeof(value)) == 0) << lane;
+    lanes |= static_cast<unsigned>(std::memcmp(published[lane], &value, sizeof(value)) == 0) << lane;
   }
   return lanes;
 }

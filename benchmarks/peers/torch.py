@@ -15,10 +15,10 @@ def dense(case: RouterCase, logits: Any, bias: Any) -> tuple[Any, Any]:
     scores = z if softmax and case.normalize else torch.softmax(z, -1) if softmax else torch.sigmoid(z)
     with torch.no_grad():
         keys = scores + bias.float() if case.bias else z
-        groups, kept = case.groups
+        groups, group_topk = case.groups
         if groups:
             grouped = keys.view(-1, groups, case.E // groups)
-            best = grouped.topk(case.K // kept, dim=-1)[0].sum(-1).topk(kept, dim=-1)[1]
+            best = grouped.topk(case.K // group_topk, dim=-1)[0].sum(-1).topk(group_topk, dim=-1)[1]
             keep = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=z.device).scatter(1, best, True)
             keys = grouped.masked_fill(~keep[..., None], float("-inf")).view_as(z)
         experts = keys.topk(case.K, dim=-1)[1]

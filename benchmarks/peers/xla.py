@@ -15,10 +15,10 @@ def dense(case: RouterCase, logits: jax.Array, bias: jax.Array) -> tuple[jax.Arr
     softmax = case.score_function == "softmax"
     scores = jax.nn.softmax(z) if softmax else jax.nn.sigmoid(z)
     keys = scores + bias if case.bias else z
-    groups, kept = case.groups
+    groups, group_topk = case.groups
     if groups:
         grouped = keys.reshape(-1, groups, case.E // groups)
-        best = jax.lax.top_k(jax.lax.top_k(grouped, case.K // kept)[0].sum(-1), kept)[1]
+        best = jax.lax.top_k(jax.lax.top_k(grouped, case.K // group_topk)[0].sum(-1), group_topk)[1]
         keep = jnp.zeros(grouped.shape[:2], bool).at[jnp.arange(z.shape[0])[:, None], best].set(True)
         keys = jnp.where(keep[..., None], grouped, -jnp.inf).reshape(z.shape)
     experts = jax.lax.top_k(keys, case.K)[1]

@@ -16,9 +16,8 @@ TEST(Bf16, NativeIsRefusedWithoutBf16Instructions) {
   setenv("ANABRANCH_ISA", "avx2", 1);
   char description[1024];
   ab_describe(description, sizeof(description));
-  constexpr const char* kMessage =
-      "ANABRANCH_BF16: got native, expected convert or nothing, since there are no bfloat16";
-  EXPECT_NE(std::strstr(description, kMessage), nullptr) << description;
+  constexpr const char* kWhy = "ANABRANCH_BF16: got native, expected convert or nothing, since there are no bfloat16";
+  EXPECT_NE(std::strstr(description, kWhy), nullptr) << description;
   EXPECT_NE(std::strstr(description, "bf16=refused"), nullptr) << description;
 
   const Tensor<int32_t> groups({1}, std::vector<int32_t>{2});
@@ -30,8 +29,8 @@ TEST(Bf16, NativeIsRefusedWithoutBf16Instructions) {
     const ab_status product_status = call(ab_grouped_matmul, ab_grouped_matmul_workspace, product);
     const ab_status gradient_status = call(ab_grouped_matmul_dw, ab_grouped_matmul_dw_workspace, gradient);
     if (dtype == AB_BFLOAT16) {
-      EXPECT_REFUSED(product_status, AB_UNSUPPORTED, kMessage);
-      EXPECT_REFUSED(gradient_status, AB_UNSUPPORTED, kMessage);
+      EXPECT_REFUSED(product_status, AB_UNSUPPORTED, kWhy);
+      EXPECT_REFUSED(gradient_status, AB_UNSUPPORTED, kWhy);
     } else {
       EXPECT_OK(product_status);
       EXPECT_OK(gradient_status);

@@ -192,12 +192,12 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 calls["torch"] = [torch_calls(one) for one in given]
             programs = {who: jax_programs(given, who) for who in by if who in ("jax", "xla")}
             for operation in moved:
-                timed = {who: [of[operation] for of in sets] for who, sets in calls.items() if operation in sets[0]}
-                of_jax = {who: of[operation] for who, of in programs.items() if operation in of}
-                if not timed and not of_jax:
+                timed = {who: [one[operation] for one in sets] for who, sets in calls.items() if operation in sets[0]}
+                timed_programs = {who: by_name[operation] for who, by_name in programs.items() if operation in by_name}
+                if not timed and not timed_programs:
                     continue
                 rate = timing.copy_rate(device)
-                times = timing.times_of(device, timed, of_jax, quick=options.quick, least_calls=8)
+                times = timing.times_of(device, timed, timed_programs, quick=options.quick, least_calls=8)
                 ours = times.get("c")
                 yield {
                     "operation": operation,

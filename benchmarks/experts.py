@@ -202,7 +202,7 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             for who in (who for who in by if who not in large):
                 ours = who in ("c", "jax")
                 passes = {name: of[who] for name, of in times.items()}
-                of_passes = rates(shape, {name: timing.seconds for name, timing in passes.items()}, device)
+                pass_rates = rates(shape, {name: timing.seconds for name, timing in passes.items()}, device)
                 yield {
                     "T,D,F,E,K": str(shape),
                     "dtype": dtype,
@@ -210,9 +210,11 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     "precision": options.precision if ours else _HIGHEST,
                     "activation": options.activation if ours else _SILU,
                     "path": experts_path(shape, dtype) if device == "cuda" and who in OURS else None,
-                    **of_passes,
+                    **pass_rates,
                     **{
-                        f"{name} share": None if ceiling is None else cast(float, of_passes[f"{name} {unit}"]) / ceiling
+                        f"{name} share": None
+                        if ceiling is None
+                        else cast(float, pass_rates[f"{name} {unit}"]) / ceiling
                         for name in passes
                     },
                     f"product {unit}": ceiling,

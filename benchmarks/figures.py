@@ -80,18 +80,18 @@ def row(shape: LayerShape, routing: str, dtype: str, by: str, device: str, measu
     forward, both = (None if t is None else t.seconds for t in times.values())
     backward = None if forward is None or both is None else both - forward
     columns, unit = ("forward", "backward", "both"), UNITS[device]
-    of_passes = rates(shape, dict(zip(columns, (forward, backward, both), strict=True)), device)
+    pass_rates = rates(shape, dict(zip(columns, (forward, backward, both), strict=True)), device)
     product = None if measured.product is None else sum(measured.product) / 2 / SCALES[unit]
     memory, needed = measured.memory, shape.step_bytes(4 if dtype == "float32" else 2)
     planned = {} if memory is None else {**memory._asdict(), "total": memory.total}
-    shares = {name: of_passes[f"{name} {unit}"] for name in columns}
+    shares = {name: pass_rates[f"{name} {unit}"] for name in columns}
     return {
         "T,D,F,E,K": str(shape),
         "routing": routing,
         "dtype": dtype,
         "by": by,
         "path": measured.path,
-        **of_passes,
+        **pass_rates,
         f"product {unit}": product,
         "product by": measured.product_by,
         **{f"{name} share": None if rate is None or not product else rate / product for name, rate in shares.items()},

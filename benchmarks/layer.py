@@ -123,9 +123,9 @@ def _rows_on_cpu(
             programs[who] = layer_jax.cpu_programs(who, shape, dtype, routing)
 
     def timed(name: str, names: Sequence[str]) -> dict[str, timing.Timing]:
-        of_torch = {who: [of[name]] for who, of in calls.items() if who in names}
-        of_jax = {who: of[name] for who, of in programs.items() if who in names}
-        return timing.times_of("cpu", of_torch, of_jax, quick=quick)
+        selected_calls = {who: [passes[name]] for who, passes in calls.items() if who in names}
+        selected_programs = {who: passes[name] for who, passes in programs.items() if who in names}
+        return timing.times_of("cpu", selected_calls, selected_programs, quick=quick)
 
     before = product_rate("cpu", dtype)
     forward = timed("forward", by)

@@ -184,11 +184,11 @@ def _rows_of_a_process(case: Case, quick: bool) -> Iterator[dict[str, Any]]:
 
 def tables(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Returns a table of the layer and a table of the collectives."""
-    hidden = ("spread", "dtype", "collective")
+    excluded = ("spread", "dtype", "collective")
     layers = [row for row in rows if row.get("collective") is None]
     others = [row for row in rows if row.get("collective") is not None]
     tables = {
-        "layer": [{name: value for name, value in row.items() if name not in hidden} for row in layers],
-        "collectives": [{name: value for name, value in row.items() if name not in hidden[:2]} for row in others],
+        "layer": [{name: value for name, value in row.items() if name not in excluded} for row in layers],
+        "collectives": [{name: value for name, value in row.items() if name not in excluded[:2]} for row in others],
     }
     return {title: table for title, table in tables.items() if table}

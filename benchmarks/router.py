@@ -95,13 +95,13 @@ def c_calls(case: RouterCase, given: Operands) -> dict[str, Callable[[], Any]]:
     dense = {"probs": empty(T, E, kind=given.logits.dtype), "routing_map": empty(T, E, kind=torch.bool)}
     experts, lse = empty(T, K, kind=torch.int32), empty(T)
     statistics = {"tokens_per_expert": empty(E, kind=torch.int32), "score_sum": empty(E)}
-    wanted = statistics | {"weights": empty(T, K), "experts": experts, "lse": lse}
-    compact = c_call("router_forward", **forward, **wanted)
+    requested = statistics | {"weights": empty(T, K), "experts": experts, "lse": lse}
+    compact = c_call("router_forward", **forward, **requested)
     balanced = {}
     if case.balances:
         bins = {"qb_bin_bounds": torch.tensor([-1.0, 1.0]).to(lse.device)}
         bins["qb_histogram"] = empty(E, QB_BINS, kind=torch.int32)
-        balanced["balanced"] = c_call("router_forward", **forward, **wanted, **bins)
+        balanced["balanced"] = c_call("router_forward", **forward, **requested, **bins)
     d_score_sum = empty(E)
     loss = c_call(
         "load_balance_loss",
@@ -317,7 +317,7 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 for make in [c_calls] * ("c" in by) + [torch_calls] * ("torch" in by):
                     made = [make(case, one) for one in given]
                     calls |= {name: [one[name] for one in made] for name in made[0]}
-                of_jax = {} if programs is None else programs.of(case, given)
+                case_programs = {} if programs is None else programs.of(case, given)
                 elements = T * case.E
                 yield {
                     "T": T,
@@ -325,7 +325,7 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     "K": case.K,
                     "score": str(case),
                     "dtype": dtype,
-                    **columns(timing.times_of(device, calls, of_jax, quick=quick)),
+                    **columns(timing.times_of(device, calls, case_programs, quick=quick)),
                     "dense floor": 1e6 * elements * (2 * size + 1) / rate,
                     "read floor": 1e6 * elements * size / rate,
                     "d floor": 1e6 * elements * 2 * size / rate,

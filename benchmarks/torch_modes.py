@@ -136,16 +136,16 @@ def implementations(requested: Sequence[str] | None, device: str) -> list[str]:
       BenchError: torch or transformers is not installed.
     """
     timing.torch_on(device)
-    wanted = list(dict.fromkeys(requested or BY[device]))
-    for by in wanted:
+    names = list(dict.fromkeys(requested or BY[device]))
+    for by in names:
         if by not in BY[device]:
             raise ArgumentError(f"--by: got {by} with torch on {device}, expected {', '.join(BY[device])}")
-    lacking = [] if transformers.installed() else [by for by in wanted if by.startswith("hf-")]
+    lacking = [] if transformers.installed() else [by for by in names if by.startswith("hf-")]
     if lacking and requested is not None:
         raise BenchError(f"--by: got {', '.join(lacking)}, expected transformers to be installed")
     if lacking:
         print(f"torch: without {', '.join(lacking)}: transformers is not installed", file=sys.stderr)
-    return [by for by in wanted if by not in lacking]
+    return [by for by in names if by not in lacking]
 
 
 def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -241,12 +241,12 @@ def _measure(shape: LayerShape, by: str, repeats: int) -> Iterator[dict[str, Any
         times, host, notes = {}, {}, []
         for name in PASSES:
             try:
-                times[name], of_host = _times(shape, by, mode, name, repeats)
+                times[name], host_time = _times(shape, by, mode, name, repeats)
             except torch.cuda.OutOfMemoryError:
                 notes.append(f"{name}: out of memory")
                 continue
-            if of_host is not None:
-                host[name] = of_host
+            if host_time is not None:
+                host[name] = host_time
             if times[name].host_bound:
                 notes.append(f"{name}: bound by the host")
         yield row(shape, "bfloat16", by, mode, "cuda", times, host_seconds=host, path=path, note="; ".join(notes))

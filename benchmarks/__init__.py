@@ -1,1 +1,1 @@
-"""Benchmarks of every operation beside its peers: `python -m benchmarks --help`, in the root of the repository."""
+"""Benchmarks of every operation and its peers. Run `python -m benchmarks --help` in the root of the repository."""

@@ -1,4 +1,4 @@
-"""`python -m benchmarks OPERATION`: an operation of ours beside its peers on this machine."""
+"""`python -m benchmarks OPERATION`: times one of our operations and its peers on this machine."""
 
 import argparse
 import importlib
@@ -14,8 +14,8 @@ from benchmarks.options import positive
 from benchmarks.processes import busy_processes, rows_of_a_process
 from benchmarks.tables import format_table
 
-#: Modules of this package by operation. Each has CAPTION, DEVICES, DTYPES by device (() where dtypes play no part),
-#: `add_options(parser)`, `rows(options)` and, for other tables than one of all rows, `tables(rows)`.
+#: The module of each operation. A module defines CAPTION, DEVICES, DTYPES per device (() if dtypes do not matter),
+#: `add_options(parser)`, `rows(options)` and, unless one table shows all rows, `tables(rows)`.
 OPERATIONS = {
     "router": "router",
     "plan": "plan",
@@ -26,7 +26,7 @@ OPERATIONS = {
     "decode": "decode",
     "mesh": "mesh",
 }
-#: What runs without an operation, each in a process of its own.
+#: The operations that run if none is given, each in its own process.
 TOGETHER = {"cpu": ("router", "plan", "dispatch", "experts", "layer"), "cuda": ("router", "plan", "dispatch")}
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -34,22 +34,24 @@ DTYPES = ("float32", "bfloat16", "float16")
 def _add_common(parser: argparse.ArgumentParser, devices: Sequence[str], dtypes: Sequence[str]) -> None:
     parser.add_argument("--device", choices=devices, default=devices[0], help=f"default: {devices[0]}")
     if dtypes:
-        parser.add_argument("--dtype", choices=dtypes, action="append", help="default: all that the device has")
-    parser.add_argument("--quick", action="store_true", help="fewer repeats and the first shape alone")
-    parser.add_argument("--json", metavar="FILE", help="also write the rows to FILE ('-': standard output, no table)")
+        parser.add_argument("--dtype", choices=dtypes, action="append", help="default: all dtypes of the device")
+    parser.add_argument("--quick", action="store_true", help="fewer repeats, only the first shape")
     parser.add_argument(
-        "--busy", type=positive, metavar="N", default=0, help="beside N other processes, each busy on one thread"
+        "--json", metavar="FILE", help="also write the rows to FILE; '-' writes to standard output and prints no table"
+    )
+    parser.add_argument(
+        "--busy", type=positive, metavar="N", default=0, help="run N other processes meanwhile, each busy on one thread"
     )
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks",
-        description="Times operations of anabranch beside their peers. Without an operation, each in a process of its "
-        f"own: on the CPU {', '.join(TOGETHER['cpu'])}, on a GPU {', '.join(TOGETHER['cuda'])}.",
+        description="Times operations of anabranch and their peers. Without OPERATION, runs several, each in its own "
+        f"process: on the CPU {', '.join(TOGETHER['cpu'])}; on a GPU {', '.join(TOGETHER['cuda'])}.",
     )
     _add_common(parser, ("cpu", "cuda"), DTYPES[:2])
-    commands = parser.add_subparsers(dest="operation", metavar="OPERATION", help="its options: OPERATION --help")
+    commands = parser.add_subparsers(dest="operation", metavar="OPERATION", help="see OPERATION --help for its options")
     for name in OPERATIONS:
         module = _module(name)
         headline, about = module.__doc__.strip().rstrip("."), f"{module.__doc__}\n{module.CAPTION}."
@@ -67,7 +69,7 @@ def _module(operation: str) -> Any:
 
 
 def _rows(operation: str, options: argparse.Namespace) -> list[dict[str, Any]]:
-    """The rows of one operation, each shown when it is there."""
+    """Returns the rows of one operation and prints each as soon as it is measured."""
     module, start, rows = _module(operation), time.perf_counter(), []
     known = module.DTYPES[options.device]
     options.dtype = getattr(options, "dtype", None) or known
@@ -86,8 +88,8 @@ def _rows(operation: str, options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def _together(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
-    """The rows of every operation of TOGETHER, each in a process of its own."""
+def _run_all(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """Returns the rows of every operation of TOGETHER, each measured in its own process."""
     found = {}
     for operation in TOGETHER[options.device]:
         flags = ["--device", options.device] + ["--quick"] * options.quick
@@ -98,41 +100,41 @@ def _together(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Times what was asked for and prints a table of each; the exit status is 1 if a row has an `error`.
+    """Runs the requested benchmarks and prints their tables. Returns exit status 1 if a row has an `error`.
 
     Raises:
-      BenchError: this machine lacks something, or an argument is wrong.
+      BenchError: this machine lacks something, or an argument is invalid.
     """
     check_json(options.json)
     with busy_processes(options.busy):
         rows = (
             {options.operation: _rows(options.operation, options)}
             if options.operation is not None
-            else _together(options)
+            else _run_all(options)
         )
     if options.json != "-":
         for name, found in rows.items():
             module = _module(name)
             print(f"\n{name}: {module.CAPTION}")
-            tables = module.tables(found) if hasattr(module, "tables") else {"": map(_shown, found)}
+            tables = module.tables(found) if hasattr(module, "tables") else {"": map(_printable, found)}
             for title, table in tables.items():
                 print((f"\n{title}\n" if title else "") + f"{format_table(table)}\n")
     write_json(options.json, rows)
     return int(any("error" in row for found in rows.values() for row in found))
 
 
-def _shown(row: Mapping[str, Any]) -> dict[str, Any]:
+def _printable(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name not in ("spread", "host bound")}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a benchmark; returns the exit status: 2 for a wrong argument, 1 for any other failure."""
+    """Runs a benchmark. Returns the exit status: 2 for an invalid argument, 1 for any other failure."""
     arguments, parser = sys.argv[1:] if argv is None else argv, _parser()
     options = parser.parse_args(arguments)
     if options.operation not in (None, arguments[0]):
-        parser.error(f"OPERATION: got {options.operation} behind options, expected it before its options")
+        parser.error(f"OPERATION: got {options.operation} after options, expected it before its options")
     if argv is None and options.device == "cpu":
-        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # of this process and those that it starts
+        os.environ.setdefault("JAX_PLATFORMS", "cpu")  # for this process and its children
     try:
         return run(options)
     except BenchError as error:

@@ -1,4 +1,4 @@
-"""Calls of the C functions on torch's tensors, prepared once and then cheap."""
+"""Calls of the C functions on torch tensors. Arguments are prepared once, so that a call is cheap."""
 
 import ctypes
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from anabranch import _library, _structs
 
 
 def _view(tensor: Any) -> _structs.Tensor:
-    """The ab_tensor of a contiguous tensor."""
+    """Returns the ab_tensor of a contiguous tensor."""
     assert tensor.is_contiguous()
     result = _structs.Tensor(tensor.data_ptr(), _library.DTYPES[str(tensor.dtype).removeprefix("torch.")], tensor.ndim)
     result.shape[: tensor.ndim] = tuple(tensor.shape)
@@ -21,14 +21,14 @@ def _check(status: _library.Status) -> None:
 
 
 def c_call(operation: str, **values: Any) -> Callable[[], None]:
-    """A call of ab_OPERATION or ab_cuda_OPERATION on the current stream, with a workspace of its own.
+    """Returns a call of ab_OPERATION or ab_cuda_OPERATION on the current stream, with its own workspace.
 
     Args:
-      operation: "router_forward", for instance.
-      values: the fields of the argument struct: options, and tensors of one device. A missing field is 0 or NULL.
+      operation: name, for example "router_forward".
+      values: the fields of the argument struct: options, and tensors on one device. A missing field is 0 or NULL.
 
     Raises:
-      RuntimeError: the message of the status, from here or from the call.
+      RuntimeError: the operation returned an error; raised here or by the call.
     """
     import torch
 
@@ -38,11 +38,11 @@ def c_call(operation: str, **values: Any) -> Callable[[], None]:
     library, function = (_library.load_cuda(), "ab_cuda_") if cuda else (_library.load(), "ab_")
     function += operation
     struct = _structs.ARGS[operation]
-    assert values.keys() <= {name for name, _ in struct._fields_}, values.keys()  # ctypes would ignore the others
+    assert values.keys() <= {name for name, _ in struct._fields_}, values.keys()  # ctypes would ignore unknown names
     pointers = {name: ctypes.pointer(_view(tensor)) for name, tensor in tensors.items()}
     args = struct(size=ctypes.sizeof(struct), **values | pointers)
     execution = _structs.Exec(size=ctypes.sizeof(_structs.Exec))
-    alive: list[Any] = [tensors]  # what the structs point at
+    alive: list[Any] = [tensors]  # keeps the memory that the structs point to
     if hasattr(library, f"{function}_workspace"):
         query, needed = getattr(library, f"{function}_workspace"), ctypes.c_size_t()
         query.restype = _library.Status

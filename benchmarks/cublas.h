@@ -1,4 +1,4 @@
-// cuBLAS, found at run time, so that nothing has to be linked with it.
+// cuBLAS, loaded at run time, so that programs need not link to it.
 #pragma once
 
 #include <dlfcn.h>
@@ -12,7 +12,7 @@
 
 namespace anabranch {
 
-// Products of row-major matrices. Throws std::runtime_error where cuBLAS refuses one.
+// GEMMs of row-major matrices. Throws std::runtime_error if cuBLAS returns an error.
 class Cublas {
  public:
   Cublas() {
@@ -28,7 +28,7 @@ class Cublas {
   }
   bool found() const { return found_; }
 
-  // y [R, N] = x [R, D] w, w [D, N] or transposed [N, D].
+  // y [R, N] = x [R, D] w, where w is [D, N], or [N, D] if transposed.
   void run(const cuda::RowsProduct& p) const {
     check(multiply_(handle_, p.transposed ? kTranspose : kAsIs, kAsIs, int_of(p.N), int_of(p.R), int_of(p.D), &one_,
                     p.w, kBf16, int_of(p.transposed ? p.D : p.N), p.x, kBf16, int_of(p.D), &zero_, p.y, kBf16,

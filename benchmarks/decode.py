@@ -1,4 +1,4 @@
-"""The layer's forward pass of few tokens, as in decoding, beside the time to read the weights that it needs."""
+"""The layer's forward pass on few tokens, as in decoding, against the time to read the weights that it needs."""
 
 import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -9,10 +9,10 @@ from benchmarks.options import add_shapes, sized
 from benchmarks.shapes import NAMED, LayerShape
 from benchmarks.tables import columns
 
-CAPTION = """microseconds: moe's forward pass in torch, w_in and w_out as checkpoints have them ("pfd", "df"). experts:
-with tokens, mean of the calls; floor: the bytes of their matrices at the rate of a copy in this run; x floor: the time
-over that. On a GPU the median of the replays of a CUDA graph of calls with tokens of their own, whose
-weights have left the L2 cache since they were read before; on the CPU the best of the repeats of one call"""
+CAPTION = """microseconds: moe's forward pass in torch, w_in and w_out in checkpoint layout ("pfd", "df"). experts:
+experts with tokens, mean of the calls; floor: time to read their weights at the copy rate of this run; x floor: time
+divided by floor. On a GPU: median of the replays of a CUDA graph. Its calls have different tokens, and rotate layers so
+that weights have left the L2 cache before they are read again. On the CPU: best repeat of one call"""
 
 DEVICES = ("cpu", "cuda")
 DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16",)}
@@ -25,15 +25,15 @@ _CALLS = 20
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of this benchmark alone."""
-    add_shapes(parser, "three on a GPU, a small one on the CPU, with T = 1, 8, 32, 128 and 512, whatever T they have")
+    """Adds the options of this benchmark."""
+    add_shapes(parser, "three on a GPU, a small one on the CPU, with T = 1, 8, 32, 128 and 512 instead of their own T")
 
 
 def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One row per shape, dtype and number of tokens.
+    """Yields one row per shape, dtype and number of tokens.
 
     Raises:
-      BenchError: an argument is wrong, or this machine lacks something.
+      BenchError: an argument is invalid, or this machine lacks something.
     """
     device = options.device
     cases = sized(options.shape or SHAPES[device], options.tokens or TOKENS, options.quick)
@@ -41,21 +41,21 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     rate = timing.copy_rate(device)
     for dtype in options.dtype:
         for layer in dict.fromkeys(case._replace(T=0) for case in cases):
-            of_layer = [case for case in cases if case._replace(T=0) == layer]
-            yield from _of_layer(of_layer, dtype, device, rate, options.quick)
+            same_layer = [case for case in cases if case._replace(T=0) == layer]
+            yield from _layer_rows(same_layer, dtype, device, rate, options.quick)
 
 
-def _of_layer(
+def _layer_rows(
     cases: Sequence[LayerShape], dtype: str, device: str, rate: float, quick: bool
 ) -> Iterator[dict[str, Any]]:
-    """The rows of one layer, which differ in T."""
+    """Yields the rows of one layer for several T."""
     itemsize = 4 if dtype == "float32" else 2
     copies = [_weights(cases[0], dtype, device, seed) for seed in range(_copies(cases, itemsize, device))]
     calls = _CALLS if device == "cuda" else 1
     for case in cases:
         found = [_call(case, dtype, copies[i % len(copies)], i) for i in range(calls)]
-        of_calls = {"layer": [call for call, _ in found]}
-        times = timing.times_of(device, of_calls, quick=quick, least_calls=_CALLS)
+        by_name = {"layer": [call for call, _ in found]}
+        times = timing.times_of(device, by_name, quick=quick, least_calls=_CALLS)
         experts = sum(count for _, count in found) / calls
         floor = experts * 3 * case.D * case.F * itemsize / rate
         yield {
@@ -70,7 +70,7 @@ def _of_layer(
 
 
 def _copies(cases: Sequence[LayerShape], itemsize: int, device: str) -> int:
-    """How many layers take turns: until the weights that a call of one token reads have left the cache.
+    """Returns how many layers to rotate, so that the weights that a call of one token reads have left the cache.
 
     >>> [_copies([NAMED[name]], 2, "cuda") for name in ("qwen3-30b", "mixtral")]
     [2, 1]
@@ -79,14 +79,14 @@ def _copies(cases: Sequence[LayerShape], itemsize: int, device: str) -> int:
 
 
 def _weights(shape: LayerShape, dtype: str, device: str, seed: int) -> tuple[Any, Any, Any]:
-    """gate, w_in and w_out."""
+    """Returns random gate, w_in and w_out."""
     _, D, F, E, _ = shape
     normal = timing.normal_on(device, dtype, seed)
     return normal(D, E, scale=D**-0.5), normal(E, 2, F, D, scale=D**-0.5), normal(E, D, F, scale=F**-0.5)
 
 
 def _call(shape: LayerShape, dtype: str, weights: Sequence[Any], seed: int) -> tuple[Callable[[], Any], int]:
-    """A call with tokens of its own, and the number of experts that they go to."""
+    """Returns a call with its own tokens, and the number of experts that get tokens."""
     import torch
 
     from anabranch.torch import moe
@@ -101,6 +101,6 @@ def _call(shape: LayerShape, dtype: str, weights: Sequence[Any], seed: int) -> t
 
 
 def tables(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The rows as one table."""
+    """Returns the rows as one table."""
     names = ("T,D,F,E,K", "dtype", "layer", "experts", "floor", "x floor", "copy TB/s")
     return {"": [{name: row[name] for name in names} for row in rows]}

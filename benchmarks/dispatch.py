@@ -1,4 +1,4 @@
-"""Dispatch, combine, their backward passes and the chunk sort, beside eager torch, XLA and the rate of a copy."""
+"""Dispatch, combine, their backward passes and the chunk sort, against eager torch, XLA and the copy rate."""
 
 import argparse
 import ctypes
@@ -12,9 +12,9 @@ from benchmarks.options import add_by
 from benchmarks.tables import columns
 
 CAPTION = """microseconds per call. c: ours through C; jax: ours through JAX, jitted; torch: eager index_select and
-index_add; xla: take and segment_sum, jitted. GB/s: of the bytes that have to be read and written, by ours through C;
-share: of the rate of a copy in this run. to float32: from bfloat16 rows. On a GPU the median of graph replays over
-operands rotated past the L2 cache; on the CPU the best of the repeats, which take turns"""
+index_add; xla: take and segment_sum, jitted. GB/s: least bytes to read and write, divided by the time of c; share: GB/s
+divided by the copy rate of this run. to float32: from bfloat16 rows. On a GPU: median of graph replays that rotate
+operands past the L2 cache. On the CPU: best of interleaved repeats"""
 
 DEVICES = ("cpu", "cuda")
 DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "bfloat16")}
@@ -30,14 +30,14 @@ Calls = dict[str, Callable[[], Any]]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of this benchmark alone."""
-    add_by(parser, BY, "all that are installed, on a GPU c and torch")
+    """Adds the options of this benchmark."""
+    add_by(parser, BY, "all installed ones; on a GPU c and torch")
 
 
 def keep_freed_memory() -> None:
-    """Makes glibc keep what is freed, for all implementations alike.
+    """Makes glibc keep freed memory, for all implementations alike.
 
-    Else every large result is fresh from the kernel, and its page faults take several times as long as the operation.
+    Otherwise every large result is newly mapped, and its page faults take several times as long as the operation.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -48,7 +48,7 @@ def keep_freed_memory() -> None:
 
 
 def least_bytes(shape: tuple[int, ...], itemsize: int) -> dict[str, int]:
-    """What every operation on T, E, K, D has to read and write at least."""
+    """Returns the least number of bytes that each operation must read and write for T, E, K, D."""
     T, _, K, D = shape
     tokens, rows, slots = T * D * itemsize, T * K * D * itemsize, T * K * 4
     return {
@@ -63,7 +63,7 @@ def least_bytes(shape: tuple[int, ...], itemsize: int) -> dict[str, int]:
 
 
 class Operands:
-    """Random tokens, rows and weights, and the maps of a routing of each token to K distinct experts."""
+    """Random tokens, rows and weights, and the gather and scatter indices for K distinct experts per token."""
 
     def __init__(self, shape: tuple[int, ...], dtype: str, device: str, seed: int = 0):
         torch = timing.torch_on(device)
@@ -82,7 +82,7 @@ class Operands:
         self.order = torch.randperm(E, device=device, generator=generator).to(torch.int32)
 
     def arguments(self) -> dict[str, tuple[Any, ...]]:
-        """What the peers' operations take."""
+        """Returns the arguments of the peers' operations."""
         return {
             "dispatch": (self.x,),
             "dispatch backward": (self.rows,),
@@ -92,7 +92,7 @@ class Operands:
 
 
 def c_calls(given: Operands) -> tuple[Calls, dict[str, Any]]:
-    """Ours by operation, and what they write."""
+    """Returns our call of each operation, and the tensors that the calls write."""
     import torch
 
     maps = {"row_of_slot": given.row_of_slot, "slot_of_row": given.slot_of_row}
@@ -123,7 +123,7 @@ def c_calls(given: Operands) -> tuple[Calls, dict[str, Any]]:
 
 
 def torch_calls(given: Operands) -> Calls:
-    """torch's by operation."""
+    """Returns torch's call of each operation."""
     from benchmarks.peers.torch import dispatch
 
     arguments = given.arguments()
@@ -131,7 +131,7 @@ def torch_calls(given: Operands) -> Calls:
 
 
 def jax_programs(given: list[Operands], by: str) -> dict[str, timing.Program]:
-    """Ours ("jax") or XLA's by operation, one call a program."""
+    """Returns our program ("jax") or XLA's for each operation, one call per program."""
     import jax
 
     from anabranch.jax.ops import dispatch as ours
@@ -159,8 +159,8 @@ def jax_programs(given: list[Operands], by: str) -> dict[str, timing.Program]:
     }
 
 
-def that_fit(shape: tuple[int, ...], itemsize: int, device: str) -> tuple[int, ...]:
-    """The shape; on a GPU with T halved until operands and torch's intermediate results fit into its free memory."""
+def fit_to_memory(shape: tuple[int, ...], itemsize: int, device: str) -> tuple[int, ...]:
+    """Returns the shape. On a GPU, T is halved until operands and torch's intermediate results fit into free memory."""
     T, E, K, D = shape
     if device == "cuda":
         free, _ = timing.torch_on(device).cuda.mem_get_info()
@@ -170,7 +170,7 @@ def that_fit(shape: tuple[int, ...], itemsize: int, device: str) -> tuple[int, .
 
 
 def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One row per operation, shape and dtype."""
+    """Yields one row per operation, shape and dtype."""
     device = options.device
     by = timing.available("dispatch", options.by or _DEFAULT[device], options.by is not None, device)
     torch = timing.torch_on(device)
@@ -178,10 +178,10 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         keep_freed_memory()
     for dtype in options.dtype:
         itemsize = 4 if dtype == "float32" else 2
-        for wanted in SHAPES[device][:1] if options.quick else SHAPES[device]:
+        for requested in SHAPES[device][:1] if options.quick else SHAPES[device]:
             if device == "cuda":
                 torch.cuda.empty_cache()
-            shape = that_fit(wanted, itemsize, device)
+            shape = fit_to_memory(requested, itemsize, device)
             moved = least_bytes(shape, itemsize)
             count = timing.sets_past_cache(device, moved["dispatch"])
             given = [Operands(shape, dtype, device, seed) for seed in range(count)]
@@ -192,12 +192,12 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 calls["torch"] = [torch_calls(one) for one in given]
             programs = {who: jax_programs(given, who) for who in by if who in ("jax", "xla")}
             for operation in moved:
-                timed = {who: [of[operation] for of in sets] for who, sets in calls.items() if operation in sets[0]}
-                of_jax = {who: of[operation] for who, of in programs.items() if operation in of}
-                if not timed and not of_jax:
+                timed = {who: [one[operation] for one in sets] for who, sets in calls.items() if operation in sets[0]}
+                timed_programs = {who: by_name[operation] for who, by_name in programs.items() if operation in by_name}
+                if not timed and not timed_programs:
                     continue
                 rate = timing.copy_rate(device)
-                times = timing.times_of(device, timed, of_jax, quick=options.quick, least_calls=8)
+                times = timing.times_of(device, timed, timed_programs, quick=options.quick, least_calls=8)
                 ours = times.get("c")
                 yield {
                     "operation": operation,

@@ -1,4 +1,4 @@
-"""The experts alone, on gathered rows: ours through C and JAX, beside torch, ragged_dot and a large product."""
+"""Only the experts, on gathered rows: ours through C and JAX, against torch, ragged_dot and a large GEMM."""
 
 import argparse
 import functools
@@ -14,18 +14,19 @@ from benchmarks.options import add_by, add_shapes, sized
 from benchmarks.product import product_rate
 from benchmarks.shapes import CPU_SHAPES, NAMED, LayerShape
 
-CAPTION = """FLOP/s: of 6 T K D F forward, 18 T K D F both: forward and backward, of x by row, weights and w_in, w_out.
-c: ours through C; jax: ours through JAX; ragged-dot: plain JAX with our ragged_dot; xla: with lax.ragged_dot; torch:
-grouped_mm. --precision and --activation are those of c and jax; the others compute SiLU. share: of a large product
-in this run, 2048^3 by oneDNN on the CPU, 8192^3 by cuBLAS on a GPU. On a GPU the medians of CUDA graphs and of jitted
-programs; on the CPU the best of the repeats, which take turns. A program that needs too much memory has no row"""
+CAPTION = """FLOP/s count 6 T K D F for forward and 18 T K D F for both: forward and backward, with gradients of x by
+row, weights, w_in and w_out. c: ours through C; jax: ours through JAX; ragged-dot: plain JAX with our ragged_dot; xla:
+plain JAX with lax.ragged_dot; torch: grouped_mm. --precision and --activation apply to c and jax; the others compute
+SiLU. product: a large GEMM in this run, 2048^3 by oneDNN on the CPU, 8192^3 by cuBLAS on a GPU; share: divided by
+product. On a GPU: medians of CUDA graphs and of jitted programs. On the CPU: best of interleaved repeats. A program
+that needs too much memory has no row"""
 
 DEVICES = ("cpu", "cuda")
 DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16", "float16", "float32")}
 BY = ("c", "jax", "ragged-dot", "xla", "torch")
-#: Those whose experts are ours.
+#: Implementations whose experts are ours.
 OURS = ("c", "jax", "ragged-dot")
-#: The peers' activation, and how the experts' operands are multiplied.
+#: Activation and precision of the peers.
 _SILU, _HIGHEST = "silu", "highest"
 
 Calls = dict[str, Callable[[], Any]]
@@ -33,17 +34,17 @@ Arrays = Mapping[str, Any]
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of this benchmark alone."""
+    """Adds the options of this benchmark."""
     add_shapes(parser, "three on the CPU, qwen3-30b with T = 8192 on a GPU")
-    add_by(parser, BY, "all that are installed")
-    parser.add_argument("--precision", choices=list(PRECISIONS), default=_HIGHEST, help="of c and jax")
+    add_by(parser, BY, "all installed ones")
+    parser.add_argument("--precision", choices=list(PRECISIONS), default=_HIGHEST, help="for c and jax")
     parser.add_argument(
-        "--activation", choices=[*PLAIN, "swiglu_oai", "situ"], default=_SILU, help="of c and jax; gated"
+        "--activation", choices=[*PLAIN, "swiglu_oai", "situ"], default=_SILU, help="for c and jax; gated"
     )
 
 
 class Operands:
-    """Random operands; each token has K distinct experts, all equally likely."""
+    """Random operands. Each token has K distinct experts, all equally likely."""
 
     def __init__(self, shape: LayerShape, dtype: str, device: str, seed: int = 0):
         torch = timing.torch_on(device)
@@ -60,7 +61,7 @@ class Operands:
 
 
 def c_calls(given: Operands, precision: str = _HIGHEST, activation: str = _SILU) -> tuple[Calls, dict[str, Any]]:
-    """Ours through C, into memory that is there already, dh in the place of h; and what they write."""
+    """Returns our calls through C, and the tensors that they write. Outputs are allocated before; dh overwrites h."""
     import torch
 
     from benchmarks.c_call import c_call
@@ -94,7 +95,7 @@ def c_calls(given: Operands, precision: str = _HIGHEST, activation: str = _SILU)
 
 
 def torch_calls(given: Operands) -> Calls:
-    """torch's grouped products, eager."""
+    """Returns torch's eager calls with grouped_mm."""
     import torch
 
     from benchmarks.peers.torch import network
@@ -116,7 +117,7 @@ def torch_calls(given: Operands) -> Calls:
 def jax_programs(
     given: Sequence[Operands], by: str, precision: str = _HIGHEST, activation: str = _SILU
 ) -> dict[str, timing.Program]:
-    """Through JAX: ours ("jax"), and plain JAX with our ragged_dot or XLA's; one call a program."""
+    """Returns programs through JAX, one call each: ours ("jax"), or plain JAX with our ragged_dot or XLA's."""
     import jax
 
     from anabranch.jax import ragged_dot
@@ -158,7 +159,7 @@ def jax_programs(
 
 
 def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One row per shape, dtype and implementation."""
+    """Yields one row per shape, dtype and implementation."""
     device, unit = options.device, UNITS[options.device]
     chosen = timing.available("experts", options.by or BY, options.by is not None, device)
     default = CPU_SHAPES if device == "cpu" else [NAMED["qwen3-30b"]._replace(T=8192)]
@@ -170,7 +171,7 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             raise ArgumentError("--dtype: got float32 with --precision fp8 on a GPU, expected bfloat16 or float16")
         for dtype in dtypes:
             itemsize = 4 if dtype == "float32" else 2
-            # On a GPU torch's grouped_mm takes bfloat16 alone.
+            # On a GPU torch's grouped_mm supports only bfloat16.
             by = [who for who in chosen if who != "torch" or device == "cpu" or dtype == "bfloat16"]
             count = timing.sets_past_cache(device, shape.operand_bytes(itemsize), least=1)
             given = [Operands(shape, dtype, device, seed) for seed in range(count)]
@@ -201,7 +202,7 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             for who in (who for who in by if who not in large):
                 ours = who in ("c", "jax")
                 passes = {name: of[who] for name, of in times.items()}
-                of_passes = rates(shape, {name: timing.seconds for name, timing in passes.items()}, device)
+                pass_rates = rates(shape, {name: timing.seconds for name, timing in passes.items()}, device)
                 yield {
                     "T,D,F,E,K": str(shape),
                     "dtype": dtype,
@@ -209,9 +210,11 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     "precision": options.precision if ours else _HIGHEST,
                     "activation": options.activation if ours else _SILU,
                     "path": experts_path(shape, dtype) if device == "cuda" and who in OURS else None,
-                    **of_passes,
+                    **pass_rates,
                     **{
-                        f"{name} share": None if ceiling is None else cast(float, of_passes[f"{name} {unit}"]) / ceiling
+                        f"{name} share": None
+                        if ceiling is None
+                        else cast(float, pass_rates[f"{name} {unit}"]) / ceiling
                         for name in passes
                     },
                     f"product {unit}": ceiling,

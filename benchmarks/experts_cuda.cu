@@ -1,15 +1,14 @@
-// bench_experts_cuda: the grouped products of an expert layer on this machine's GPU, beside cuBLAS.
+// bench_experts_cuda: times the grouped GEMMs of an expert layer on this machine's GPU, and cuBLAS.
 //
 //   bench_experts_cuda [--rows R] [--shape D,F,E]... [--products NAMES] [--topk K] [--repeats N]
 //
-// NAMES: of up,down,dh,dgrad,dw_in,dw_out,down+sum,dgrad+sum.
+// NAMES: some of up,down,dh,dgrad,dw_in,dw_out,down+sum,dgrad+sum.
 //
-// For every shape, product and routing: cuBLAS, where its library can be loaded, then our kernel with every shape of
-// tiles (* marks the one that the library takes). cuBLAS computes one product of the same total size for products over
-// rows, and a batch of equal products for gradients of weights. Products with the sums of their rows by token, of K
-// rows each, are measured in chunks of 576, 1152, the library's own and all columns instead. Random data, the L2 cache
-// flushed before each call, the median of the repeats. Every line is measured in a process of its own, which is started
-// anew behind what failed in it.
+// For every shape, GEMM and routing, times cuBLAS, if its library can be loaded, and our kernel with every tile shape
+// (* marks the library's choice). For GEMMs over rows, cuBLAS computes one GEMM of the same total size; for weight
+// gradients, a batch of equal GEMMs. GEMMs with a sum by token (K rows each) are timed with chunks of 576, 1152, the
+// library's own number and all columns instead. Data is random, the L2 cache is flushed before each call, and times are
+// medians of the repeats. Each line is measured in its own process, which is restarted after a failure.
 #include <cuda_runtime.h>
 #include <fcntl.h>
 #include <spawn.h>
@@ -42,7 +41,7 @@ namespace anabranch::bench {
 
 namespace hopper = cuda::hopper;
 
-// A process that measures tells of failures this way.
+// Reports a failure of a measuring process to its parent.
 [[noreturn]] void fail(const std::string& why) {
   std::printf("! %s\n", why.c_str());
   std::fflush(stdout);
@@ -55,7 +54,7 @@ namespace hopper = cuda::hopper;
     if (failure_ != cudaSuccess) fail(std::string(#expression) + ": " + cudaGetErrorString(failure_)); \
   } while (false)
 
-// Uniform in [-1, 1) in bfloat16, from a hash of the place.
+// Uniform bfloat16 numbers in [-1, 1), from a hash of the index.
 __global__ void fill_random(uint16_t* values, int64_t count, uint32_t seed) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
   for (int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += step) {
@@ -92,7 +91,7 @@ class RandomMemory : public Memory {
   }
 };
 
-// Microseconds of a call, the median of the repeats.
+// Returns the median time of a call in microseconds.
 double time_of(int repeats, const std::function<void()>& call) {
   constexpr int kWarmUp = 3;
   const Memory flush(size_t{256} << 20);
@@ -114,8 +113,8 @@ double time_of(int repeats, const std::function<void()>& call) {
   return times[static_cast<size_t>(repeats / 2)] * 1e3;
 }
 
-// Rows of each expert when every row chooses one: all experts alike, or expert i with a share of 1 / (1 + i); and which
-// slot every row stands for, slots of an expert in order.
+// Assigns each slot to a random expert, uniformly or with shares 1 / (1 + i). sizes: rows per expert. slots: the slot
+// of each row, in order within an expert.
 struct Routing {
   std::vector<int32_t> sizes;
   std::vector<int32_t> slots;
@@ -150,14 +149,14 @@ struct Options {
   std::vector<Shape> shapes;
 };
 
-// Products of the layer. Over rows: y [R, N] = x [R, D] w. Gradients of weights: d_w [D, N] = x^T d_y.
-enum class Kind { rows, up, hidden, gradient, gradient_gathered_x, gradient_gathered_d_y, combined };
+// GEMMs of the layer. Over rows: y [R, N] = x [R, D] w. Weight gradients: d_w [D, N] = x^T d_y.
+enum class Kind { rows, up, intermediate_gradient, gradient, gradient_gathered_x, gradient_gathered_d_y, combined };
 struct Named {
   const char* name;
   const char* formula;
   Kind kind;
   bool transposed;
-  long (*contracted)(const Shape&);  // over which a product sums; of gradients: rows of the result
+  long (*inner)(const Shape&);  // contracted dimension; for weight gradients: rows of the result
   long (*N)(const Shape&);
 };
 constexpr long width(const Shape& s) { return s.D; }
@@ -168,7 +167,7 @@ constexpr Named kProducts[] = {
     {"up", "act(gather(x) W_in)", Kind::up, false, width, both},
     {"down", "a W_out", Kind::rows, false, half, width},
     {"dh", "d_y W_out^T", Kind::rows, true, width, half},
-    {"dh", "dh, w a, d_w", Kind::hidden, true, width, half},
+    {"dh", "dh, w a, d_w", Kind::intermediate_gradient, true, width, half},
     {"dgrad", "dh W_in^T", Kind::rows, true, both, width},
     {"dw_in", "x^T dh", Kind::gradient, false, width, both},
     {"dw_in", "gather(x)^T dh", Kind::gradient_gathered_x, false, width, both},
@@ -178,30 +177,31 @@ constexpr Named kProducts[] = {
     {"dgrad+sum", "sum_k dh W_in^T", Kind::combined, true, both, width},
 };
 
-// Column 0 is cuBLAS, the others are shapes of tiles; or all are widths of chunks.
+// Column 0 is cuBLAS and the others are tile shapes; or all columns are chunk widths.
 constexpr size_t kColumns = 1 + std::size(hopper::kTileModels);
 using Columns = std::array<double, kColumns>;
-constexpr size_t kOwnChunk = 2;
+constexpr size_t kLibraryChunk = 2;
 
 std::array<long, kColumns> chunk_widths(const Options& options, const Shape& shape, const Named& named) {
   const long N = named.N(shape);
-  const long own = chunk_columns(options.rows, shape.E, N, named.contracted(shape), named.transposed);
+  const long own = chunk_columns(options.rows, shape.E, N, named.inner(shape), named.transposed);
   return {std::min(576L, N), std::min(1152L, N), own, N};
 }
 
 double flops_of(const Options& options, const Named& named, const Shape& shape) {
-  return 2.0 * static_cast<double>(options.rows) * static_cast<double>(named.contracted(shape)) *
+  return 2.0 * static_cast<double>(options.rows) * static_cast<double>(named.inner(shape)) *
          static_cast<double>(named.N(shape));
 }
 
-hopper::TileChoice tile_taken(const Options& options, const Named& named, const Shape& shape, int multiprocessors) {
-  const long D = named.contracted(shape);
+hopper::TileChoice library_tile(const Options& options, const Named& named, const Shape& shape, int multiprocessors) {
+  const long D = named.inner(shape);
   const long N = named.N(shape);
   switch (named.kind) {
     case Kind::rows:
       return hopper::choose_row_tile(options.rows, shape.E, N, D, named.transposed, multiprocessors).choice;
     case Kind::up:
-    case Kind::hidden: return hopper::choose_fused_tile(options.rows, shape.E, N, D, multiprocessors).choice;
+    case Kind::intermediate_gradient:
+      return hopper::choose_fused_tile(options.rows, shape.E, N, D, multiprocessors).choice;
     default:
       return hopper::choose_weight_tile(options.rows, shape.E, D, N, named.kind != Kind::gradient, multiprocessors)
           .choice;
@@ -223,11 +223,11 @@ int multiprocessors_of_device() {
   return multiprocessors;
 }
 
-// The same as measure(), of a product and the sums of its rows.
+// Like measure(), for a GEMM with a sum by token.
 void measure_combined(const Options& options, const Shape& shape, const Named& named, bool zipf, size_t first) {
   const int64_t T = options.rows / options.topk;
   const int64_t R = T * options.topk;
-  const int64_t D = named.contracted(shape);
+  const int64_t D = named.inner(shape);
   const int64_t N = named.N(shape);
   const Routing routing(R, shape.E, zipf);
   std::vector<int32_t> rows(routing.slots.size());
@@ -258,7 +258,7 @@ void measure_combined(const Options& options, const Shape& shape, const Named& n
   args.group_sizes = &views[2];
   args.slot_of_row = &views[3];
   args.row_of_slot = &views[4];
-  args.weights = named.transposed ? nullptr : &views[5];  // as the layer has them
+  args.weights = named.transposed ? nullptr : &views[5];  // as in the layer
   args.addend = named.transposed ? &views[6] : nullptr;
   args.out = &views[7];
   const auto chunks = chunk_widths(options, shape, named);
@@ -275,11 +275,11 @@ void measure_combined(const Options& options, const Shape& shape, const Named& n
   }
 }
 
-// Prints the microseconds of columns from `first` on, one a line, 0 where cuBLAS was not found.
+// Prints the microseconds of the columns from `first` on, one per line; 0 if cuBLAS was not found.
 void measure(const Options& options, const Shape& shape, const Named& named, bool zipf, size_t first) {
   if (named.kind == Kind::combined) return measure_combined(options, shape, named, zipf, first);
   const int64_t R = options.rows;
-  const int64_t D = named.contracted(shape);
+  const int64_t D = named.inner(shape);
   const int64_t N = named.N(shape);
   const int multiprocessors = multiprocessors_of_device();
   const Cublas cublas;
@@ -287,9 +287,9 @@ void measure(const Options& options, const Shape& shape, const Named& named, boo
   const Memory sizes(routing.sizes);
   const Memory slots(routing.slots);
   const RandomMemory x(R, D, 1);
-  const bool fused = named.kind == Kind::up || named.kind == Kind::hidden;
+  const bool fused = named.kind == Kind::up || named.kind == Kind::intermediate_gradient;
   const bool over_rows = named.kind == Kind::rows || fused;
-  const RandomMemory other(over_rows ? shape.E * D : R, N, 2);  // w, or d_y
+  const RandomMemory other(over_rows ? shape.E * D : R, N, 2);  // w or d_y
   const Memory result(static_cast<size_t>(over_rows ? R : shape.E * D) * static_cast<size_t>(N) * 2);
 
   cuda::RowsProduct p;
@@ -318,10 +318,10 @@ void measure(const Options& options, const Shape& shape, const Named& named, boo
   g.N = N;
   if (const char* why = over_rows ? hopper::why_not(p) : hopper::why_not(g)) fail(why);
   const Memory workspace(over_rows ? 0 : cuda::weight_gradient_bytes(g.R, g.E, g.D, g.N));
-  const Memory hidden(fused ? static_cast<size_t>(R * half(shape)) * 2 : 0);
+  const Memory activations(fused ? static_cast<size_t>(R * half(shape)) * 2 : 0);
   const Memory dots(fused ? static_cast<size_t>(R * hopper::ceil_div(half(shape), 128)) * sizeof(float) : 0);
   const Memory weights(fused ? static_cast<size_t>(R) * sizeof(float) : 0);
-  const RandomMemory h(named.kind == Kind::hidden ? R : 0, both(shape), 3);
+  const RandomMemory h(named.kind == Kind::intermediate_gradient ? R : 0, both(shape), 3);
   const auto run_fused = [&](hopper::TileChoice tile) {
     const auto fill = [&](auto& op) {
       op.s = {R / options.topk, options.topk, R, shape.E, width(shape), 2, half(shape)};
@@ -334,7 +334,7 @@ void measure(const Options& options, const Shape& shape, const Named& named, boo
       op.x = {x.data(), AB_BFLOAT16};
       op.w_in = {other.data(), AB_BFLOAT16};
       op.h = {result.data(), AB_BFLOAT16};
-      op.a = {hidden.data(), AB_BFLOAT16};
+      op.a = {activations.data(), AB_BFLOAT16};
       return hopper::launch_gemm(op, tile, multiprocessors, nullptr);
     }
     cuda::HiddenGradient op;
@@ -344,7 +344,7 @@ void measure(const Options& options, const Shape& shape, const Named& named, boo
     op.w_out = {other.data(), AB_BFLOAT16};
     op.h = {h.data(), AB_BFLOAT16};
     op.dh = op.h;  // in place
-    op.weighted_a = {hidden.data(), AB_BFLOAT16};
+    op.weighted_a = {activations.data(), AB_BFLOAT16};
     op.dots = static_cast<float*>(dots.data());
     return hopper::launch_gemm(op, tile, multiprocessors, nullptr);
   };
@@ -368,13 +368,13 @@ void measure(const Options& options, const Shape& shape, const Named& named, boo
   }
 }
 
-// What a process of this program prints.
-std::string run_apart(const std::vector<std::string>& words) {
+// Runs this program in a new process and returns its output.
+std::string run_process(const std::vector<std::string>& words) {
   std::vector<char*> arguments;
   for (const std::string& word : words) arguments.push_back(const_cast<char*>(word.c_str()));
   arguments.push_back(nullptr);
   int ends[2];
-  if (pipe2(ends, O_CLOEXEC) != 0) return "! no pipe\n";
+  if (pipe2(ends, O_CLOEXEC) != 0) return "! pipe2 failed\n";
   posix_spawn_file_actions_t actions;
   posix_spawn_file_actions_init(&actions);
   posix_spawn_file_actions_adddup2(&actions, ends[1], STDOUT_FILENO);
@@ -386,39 +386,39 @@ std::string run_apart(const std::vector<std::string>& words) {
   char part[4096];
   for (ssize_t count; (count = read(ends[0], part, sizeof part)) > 0;) output.append(part, static_cast<size_t>(count));
   close(ends[0]);
-  if (!started) return "! not started\n";
+  if (!started) return "! process not started\n";
   int state = 0;
   waitpid(child, &state, 0);
   if (WIFSIGNALED(state)) output += "! ended by signal " + std::to_string(WTERMSIG(state)) + "\n";
   return output;
 }
 
-// Microseconds of each column, negative: failed; and why.
-Columns measure_apart(const Options& options, const Shape& shape, size_t product, bool zipf, std::string* why) {
+// Returns the microseconds of each column, negative if it failed, and appends the reasons to `why`.
+Columns measure_in_processes(const Options& options, const Shape& shape, size_t product, bool zipf, std::string* why) {
   Columns columns;
   columns.fill(-1);
   size_t column = 0;
   while (column < kColumns) {
     const std::string output =
-        run_apart({"bench_experts_cuda", "--measure", std::to_string(options.rows), std::to_string(options.repeats),
-                   std::to_string(shape.D), std::to_string(shape.F), std::to_string(shape.E), std::to_string(product),
-                   zipf ? "1" : "0", std::to_string(column), std::to_string(options.topk)});
+        run_process({"bench_experts_cuda", "--measure", std::to_string(options.rows), std::to_string(options.repeats),
+                     std::to_string(shape.D), std::to_string(shape.F), std::to_string(shape.E), std::to_string(product),
+                     zipf ? "1" : "0", std::to_string(column), std::to_string(options.topk)});
     for (size_t begin = 0, end; (end = output.find('\n', begin)) != std::string::npos; begin = end + 1) {
       const std::string line = output.substr(begin, end - begin);
-      char* rest = nullptr;
-      const double microseconds = std::strtod(line.c_str(), &rest);
-      if (rest != line.c_str() && *rest == '\0' && column < kColumns) {
+      char* end_of_number = nullptr;
+      const double microseconds = std::strtod(line.c_str(), &end_of_number);
+      if (end_of_number != line.c_str() && *end_of_number == '\0' && column < kColumns) {
         columns[column++] = microseconds;
       } else {
         *why += "      column " + std::to_string(column) + ": " + line + "\n";
       }
     }
-    ++column;  // the one that failed, if there is one
+    ++column;  // skip the column that failed, if any
   }
   return columns;
 }
 
-// Every width of chunks; * marks the library's own.
+// Prints every chunk width; * marks the library's choice.
 void print_chunks(const Options& options, const Shape& shape, const Named& named, const Columns& columns) {
   const auto chunks = chunk_widths(options, shape, named);
   for (size_t i = 0; i < kColumns; ++i) {
@@ -428,7 +428,7 @@ void print_chunks(const Options& options, const Shape& shape, const Named& named
     } else {
       std::printf(" %8.1f us %4.0f", columns[i], flops_of(options, named, shape) / columns[i] * 1e-6);
     }
-    std::printf("%s", i == kOwnChunk ? "*" : " ");
+    std::printf("%s", i == kLibraryChunk ? "*" : " ");
   }
   std::printf("\n");
 }
@@ -436,7 +436,7 @@ void print_chunks(const Options& options, const Shape& shape, const Named& named
 void print_line(const Options& options, const Shape& shape, size_t product, bool zipf, int multiprocessors) {
   const Named& named = kProducts[product];
   std::string why;
-  const Columns columns = measure_apart(options, shape, product, zipf, &why);
+  const Columns columns = measure_in_processes(options, shape, product, zipf, &why);
   const auto rate = [&](double microseconds) { return flops_of(options, named, shape) / microseconds * 1e-6; };
   std::printf("%5ld %5ld %4ld  %-9s %-20s %-7s", shape.D, shape.F, shape.E, named.name, named.formula,
               zipf ? "zipf" : "uniform");
@@ -446,16 +446,16 @@ void print_line(const Options& options, const Shape& shape, size_t product, bool
     std::fflush(stdout);
     return;
   }
-  const hopper::TileChoice taken = tile_taken(options, named, shape, multiprocessors);
+  const hopper::TileChoice choice = library_tile(options, named, shape, multiprocessors);
   double ours = 0;
   for (size_t i = 1; i < kColumns; ++i) {
-    const bool is_taken = hopper::kTileModels[i - 1].choice == taken;
+    const bool is_library_choice = hopper::kTileModels[i - 1].choice == choice;
     if (columns[i] <= 0) {
-      std::printf("    %10s   %s", columns[i] < 0 ? "FAILED" : "-", is_taken ? "*" : " ");
+      std::printf("    %10s   %s", columns[i] < 0 ? "FAILED" : "-", is_library_choice ? "*" : " ");
       continue;
     }
-    std::printf(" %8.1f us %4.0f%s", columns[i], rate(columns[i]), is_taken ? "*" : " ");
-    if (is_taken) ours = rate(columns[i]);
+    std::printf(" %8.1f us %4.0f%s", columns[i], rate(columns[i]), is_library_choice ? "*" : " ");
+    if (is_library_choice) ours = rate(columns[i]);
   }
   if (columns[0] < 0) {
     std::printf("   cuBLAS FAILED");
@@ -496,7 +496,7 @@ Options parse(int count, char** arguments) {
 }
 
 // --measure rows repeats D F E product zipf column topk
-void measure_as_told(char** arguments) {
+void measure_from_arguments(char** arguments) {
   std::array<long, 9> numbers;
   for (size_t i = 0; i < numbers.size(); ++i) numbers[i] = std::atol(arguments[i]);
   Options options;
@@ -504,7 +504,7 @@ void measure_as_told(char** arguments) {
   options.repeats = static_cast<int>(numbers[1]);
   options.topk = static_cast<int>(numbers[8]);
   constexpr unsigned kMostSeconds = 120;
-  alarm(kMostSeconds);  // a kernel that never ends
+  alarm(kMostSeconds);  // ends a kernel that hangs
   try {
     measure(options, {numbers[2], numbers[3], numbers[4]}, kProducts[numbers[5]], numbers[6] != 0,
             static_cast<size_t>(numbers[7]));
@@ -518,7 +518,7 @@ void measure_as_told(char** arguments) {
 int main(int count, char** arguments) {
   using namespace anabranch::bench;
   if (count == 11 && std::strcmp(arguments[1], "--measure") == 0) {
-    measure_as_told(arguments + 2);
+    measure_from_arguments(arguments + 2);
     return 0;
   }
   const Options options = parse(count, arguments);

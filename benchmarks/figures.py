@@ -1,4 +1,4 @@
-"""What was measured of a layer: figures for rows, and which of our kernels its experts run on."""
+"""Measurements of a layer as rows, and the kernels that its experts run on."""
 
 import ctypes
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ SCALES = {"GFLOP/s": 1e9, "TFLOP/s": 1e12}
 
 
 class Memory(NamedTuple):
-    """Bytes of the compiled forward and backward pass, as XLA plans them."""
+    """Bytes of the compiled forward and backward pass, from XLA's memory analysis."""
 
     arguments: int
     outputs: int
@@ -24,21 +24,21 @@ class Memory(NamedTuple):
 
     @property
     def total(self) -> int:
-        """Held while the program runs; what is both argument and output counts once."""
+        """Bytes in use while the program runs; aliased arguments and outputs count once."""
         return self.arguments + self.outputs - self.aliased + self.temporaries
 
 
 class Measured(NamedTuple):
-    """One layer by one implementation. None: not measured, and `note` says why.
+    """Measurements of one layer by one implementation. None means not measured; `note` gives the reason.
 
-    forward, both: time of the forward pass, and of forward and backward.
-    product: FLOP/s of the large product before and after.
-    product_by: whose kernel that was.
-    largest_load: rows of the busiest expert over the mean.
-    memory: what XLA says.
-    peak: bytes of the device's memory that were in use at most.
-    note: "" or what is missing and why.
-    path: which of our kernels the experts ran on; None: on none.
+    forward, both: times of the forward pass, and of forward and backward together.
+    product: FLOP/s of the large GEMM before and after.
+    product_by: library that computed that GEMM.
+    largest_load: rows of the busiest expert divided by the mean.
+    memory: XLA's memory analysis.
+    peak: peak bytes in use on the device.
+    note: what is missing and why, or "".
+    path: our kernels that the experts ran on; None: none of ours.
     """
 
     forward: Timing | None = None
@@ -53,7 +53,7 @@ class Measured(NamedTuple):
 
 
 def rates(shape: LayerShape, seconds: Mapping[str, float | None], device: str) -> dict[str, float | None]:
-    """Milliseconds and FLOP/s of passes: forward, backward, and both of them."""
+    """Returns milliseconds and FLOP/s of the passes forward, backward and both."""
     flops = {"forward": shape.forward_flops(), "backward": shape.backward_flops()}
     flops["both"] = flops["forward"] + flops["backward"]
     unit = UNITS[device]
@@ -67,31 +67,31 @@ def rates(shape: LayerShape, seconds: Mapping[str, float | None], device: str) -
 
 
 def spread(times: Mapping[str, Timing | None]) -> dict[str, list[float]]:
-    """Milliseconds, the lowest and highest of each; see `Timing`."""
+    """Returns the lowest and highest milliseconds of each; see `Timing`."""
     return {f"{name} ms": [1e3 * t.low, 1e3 * t.high] for name, t in times.items() if t is not None}
 
 
 def row(shape: LayerShape, routing: str, dtype: str, by: str, device: str, measured: Measured) -> dict[str, Any]:
-    """The row for the JSON file: milliseconds, FLOP/s, shares of the large product's rate, and GiB.
+    """Returns the row for the JSON file: milliseconds, FLOP/s, shares of the large GEMM's rate, and GiB.
 
-    The backward pass is the difference of the two passes' times.
+    The time of the backward pass is the difference between both and forward.
     """
     times = {"forward": measured.forward, "both": measured.both}
     forward, both = (None if t is None else t.seconds for t in times.values())
     backward = None if forward is None or both is None else both - forward
     columns, unit = ("forward", "backward", "both"), UNITS[device]
-    of_passes = rates(shape, dict(zip(columns, (forward, backward, both), strict=True)), device)
+    pass_rates = rates(shape, dict(zip(columns, (forward, backward, both), strict=True)), device)
     product = None if measured.product is None else sum(measured.product) / 2 / SCALES[unit]
     memory, needed = measured.memory, shape.step_bytes(4 if dtype == "float32" else 2)
     planned = {} if memory is None else {**memory._asdict(), "total": memory.total}
-    shares = {name: of_passes[f"{name} {unit}"] for name in columns}
+    shares = {name: pass_rates[f"{name} {unit}"] for name in columns}
     return {
         "T,D,F,E,K": str(shape),
         "routing": routing,
         "dtype": dtype,
         "by": by,
         "path": measured.path,
-        **of_passes,
+        **pass_rates,
         f"product {unit}": product,
         "product by": measured.product_by,
         **{f"{name} share": None if rate is None or not product else rate / product for name, rate in shares.items()},
@@ -110,18 +110,18 @@ def row(shape: LayerShape, routing: str, dtype: str, by: str, device: str, measu
 
 
 def experts_path(shape: LayerShape, dtype: str, w_in_layout: str = "dpf", w_out_layout: str = "fd") -> str:
-    """The kernels of a forward and a backward pass on the current GPU (ab_cuda_experts_path).
+    """Returns the kernels of a forward and backward pass on the current GPU (ab_cuda_experts_path).
 
     Args:
       shape: sizes of the layer.
-      dtype: dtype of its operands.
-      w_in_layout, w_out_layout: layouts of its weights, as in `moe`.
+      dtype: dtype of the operands.
+      w_in_layout, w_out_layout: layouts of the weights, as in `moe`.
 
     Returns:
-      Those of "few_rows", "hopper" and "portable" that run, with + between them.
+      One or more of "few_rows", "hopper" and "portable", joined by +.
 
     Raises:
-      BenchError: none runs; the message says why.
+      BenchError: no kernel supports the layer; the message gives the reason.
     """
     ask = _library.load_cuda().ab_cuda_experts_path
     ask.restype = _library.Status

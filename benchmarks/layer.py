@@ -1,4 +1,4 @@
-"""The whole layer, forward and backward: ours through JAX and C, beside plain JAX, torch and a large matrix product."""
+"""The whole layer, forward and backward: ours through JAX and C, against plain JAX, torch and a large GEMM."""
 
 import argparse
 import functools
@@ -16,66 +16,71 @@ from benchmarks.product import product_rate
 from benchmarks.shapes import CPU_SHAPES, SHAPES, LayerShape
 
 CAPTION = """from x [T, D] to the output: router, top K of E, SwiGLU experts [D, 2, F] and [F, D], combine; random
-operands; backward: of x, gate, w_in and w_out, the difference between both passes and forward. FLOP/s: of 6 T K D F
-forward, 12 T K D F backward. jax: ours, moe() under jit; c: the same C functions, with the gate's products by torch;
-xla: lax.top_k, argsort, ragged_dot, segment_sum under jit; ragged-dot: xla with our ragged_dot; torch: topk, sort,
-grouped_mm, index_add, eager; torch-loop: a loop over experts. By name alone: jax-transposed, jax-interleaved (weights
-in other layouts), jax-biases, jax-swiglu-oai (biases and gpt-oss's activation), and sonicmoe, SonicMoE's layer.
+operands. backward: gradients of x, gate, w_in and w_out; its time is that of both passes minus forward. FLOP/s count 6
+T K D F for forward and 12 T K D F for backward. jax: ours, moe() under jit; c: the same C functions, with the gate's
+GEMMs by torch; xla: lax.top_k, argsort, ragged_dot, segment_sum under jit; ragged-dot: xla with our ragged_dot; torch:
+topk, sort, grouped_mm, index_add, eager; torch-loop: a loop over experts. Only on request by --by: jax-transposed,
+jax-interleaved (weights in other layouts), jax-biases, jax-swiglu-oai (biases and gpt-oss's activation), and sonicmoe,
+the layer of SonicMoE.
 
-On a GPU each in a process of its own, in which product, 8192^3 by cuBLAS, is timed right before and after; share: of
-their mean. Medians of 20 batches of calls with the queue full, those of c and torch in CUDA graphs; *: the host's
-launches are the limit. routing: uniform, by the random gate; zipf, K distinct experts with shares 1 / (1 + e) given;
-path: which of our kernels the experts ran on; largest load: over the mean. needed: weights, x, their gradients, the
-output, its cotangent and h; total: arguments + outputs - aliased + temporaries, as XLA plans; peak: by the device. On
-the CPU the best of the repeats, which take turns; product: oneDNN's, 2048^3; "-": not waited for"""
+On a GPU each implementation runs in its own process. product: an 8192^3 GEMM by cuBLAS, timed right before and after in
+that process; share: divided by the mean of the two. Times are medians of 20 batches of calls with the queue full, for c
+and torch in CUDA graphs; *: bound by the host's launches. routing: uniform (random gate) or zipf (K distinct experts
+per token, given, with shares 1 / (1 + e)). path: our kernels that the experts ran on; largest load: divided by the
+mean. needed: weights, x, their gradients, the output, its cotangent and h; total: arguments + outputs - aliased +
+temporaries, from XLA's analysis; peak: from the device. On the CPU: best of interleaved repeats; product: a 2048^3 GEMM
+by oneDNN; "-": skipped because it is too slow"""
 
 DEVICES = ("cpu", "cuda")
 DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16",)}
 BY = ("jax", "c", "ragged-dot", "xla", "torch", "torch-loop")
 _DEFAULT = {"cpu": ("jax", "c", "xla", "torch-loop"), "cuda": BY[:-1]}
-#: Timed where they are named: see layer_jax.LAYERS.
+#: Timed only if requested by name; see layer_jax.LAYERS.
 VARIANTS = ("jax-transposed", "jax-interleaved", "jax-biases", "jax-swiglu-oai")
-#: Timed where it is named: it is no dependency of ours.
+#: Timed only if requested by name, because it is not a dependency.
 SONICMOE = "sonicmoe"
-#: Those that call torch, for what they compute or for their memory.
+#: Implementations that use torch, for computation or for memory.
 IN_TORCH = ("c", "torch", "torch-loop", SONICMOE)
-#: Those whose experts are ours.
+#: Implementations whose experts are ours.
 OURS = ("jax", "c", "ragged-dot", *VARIANTS)
 ROUTINGS = ("uniform", "zipf")
 
-#: Seconds of a forward pass on the CPU beyond which forward and backward together are not waited for.
+#: If a forward pass on the CPU takes longer than this many seconds, both passes together are skipped.
 _TOO_SLOW = 2.0
 
-Case = tuple[LayerShape, str, str, str]  # and the routing, the dtype, and who
+Case = tuple[LayerShape, str, str, str]  # shape, routing, dtype, implementation
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of this benchmark alone."""
+    """Adds the options of this benchmark."""
     add_shapes(parser, "three on the CPU, twelve on a GPU")
     parser.add_argument(
         "--routing",
         choices=ROUTINGS,
         action="append",
-        help="nearly equal loads, or loads that fall like 1 / (1 + e); default: uniform",
+        help="nearly equal loads, or loads proportional to 1 / (1 + e); default: uniform",
     )
     default = "; ".join(f"{device}: {', '.join(by)}" for device, by in _DEFAULT.items())
     add_by(parser, (*BY, *VARIANTS, SONICMOE), default)
     parser.add_argument(
-        "--trace", metavar="DIR", help="GPU, jax: also write profiler traces to DIR/T,D,F,E,K-ROUTING (once)"
+        "--trace", metavar="DIR", help="GPU, jax only: also write profiler traces to DIR/T,D,F,E,K-ROUTING (once)"
     )
 
 
 def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One row per shape, routing, dtype and implementation; on a GPU a single one is measured in this process.
+    """Yields one row per shape, routing, dtype and implementation.
+
+    On a GPU a single case is measured in this process, several cases in one process each.
 
     Raises:
-      ArgumentError: an argument is wrong.
-      BenchError: this machine has no GPU. What fails by itself has a row with `error`.
+      ArgumentError: an argument is invalid.
+      BenchError: this machine has no GPU, or the only case failed. Of several cases, a failed one has a row with
+        `error`.
     """
     device, by = options.device, list(dict.fromkeys(options.by or _DEFAULT[options.device]))
     if options.trace is not None and (device == "cpu" or "jax" not in by):
         raise ArgumentError(
-            f"--trace: got it with --by {' '.join(by)} on {device}, expected jax on cuda: it traces ours"
+            f"--trace: got it with --by {' '.join(by)} on {device}, expected jax on cuda: only our layer is traced"
         )
     if device == "cpu" and SONICMOE in by:
         raise ArgumentError("--by: got sonicmoe on cpu, expected it on cuda")
@@ -118,9 +123,9 @@ def _rows_on_cpu(
             programs[who] = layer_jax.cpu_programs(who, shape, dtype, routing)
 
     def timed(name: str, names: Sequence[str]) -> dict[str, timing.Timing]:
-        of_torch = {who: [of[name]] for who, of in calls.items() if who in names}
-        of_jax = {who: of[name] for who, of in programs.items() if who in names}
-        return timing.times_of("cpu", of_torch, of_jax, quick=quick)
+        selected_calls = {who: [passes[name]] for who, passes in calls.items() if who in names}
+        selected_programs = {who: passes[name] for who, passes in programs.items() if who in names}
+        return timing.times_of("cpu", selected_calls, selected_programs, quick=quick)
 
     before = product_rate("cpu", dtype)
     forward = timed("forward", by)
@@ -133,7 +138,7 @@ def _rows_on_cpu(
 
 
 def _require_gpu() -> None:
-    """Raises BenchError where there is no GPU; starts nothing on one."""
+    """Raises BenchError if there is no GPU. Does not initialise CUDA."""
     try:
         facts = _library.describe_cuda()
     except _library.LibraryError as error:
@@ -146,7 +151,7 @@ def _measure(case: Case, quick: bool, trace: str | None) -> Measured:
     shape, routing, dtype, by = case
     repeats = 5 if quick else timing.REPEATS
     if by in IN_TORCH:
-        # The report names JAX's devices, which starts JAX beside torch.
+        # The report names JAX's devices, which starts JAX in this process. It must leave the memory to torch.
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
         measured = _in_torch(case, repeats)
     else:
@@ -170,7 +175,7 @@ def _in_torch(case: Case, repeats: int) -> Measured:
 
 
 def _graphs(case: Case, repeats: int) -> Measured:
-    """Times from CUDA graphs."""
+    """Returns times from CUDA graphs."""
     import torch
 
     from benchmarks.layer_torch import calls_of, largest_load, operands
@@ -212,7 +217,7 @@ def _rows_of_a_process(case: Case, quick: bool, trace: str | None) -> Iterator[d
 
 
 def tables(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The rows as a table of rates and one of memory."""
+    """Returns a table of rates and a table of memory."""
     what = ("T,D,F,E,K", "routing", "dtype", "by")
     passes = ("forward", "backward", "both")
     unit = next(unit for unit in UNITS.values() if not rows or f"both {unit}" in rows[0])
@@ -224,13 +229,13 @@ def tables(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]
     )
     memory = ("arguments", "outputs", "aliased", "temporaries", "total", "needed", "peak")
 
-    def starred(row: Mapping[str, Any], name: str) -> Any:
+    def with_star(row: Mapping[str, Any], name: str) -> Any:
         bound = {"forward ms": ["forward"], "backward ms": ["forward", "both"]}.get(name, [])
         star = row[name] is not None and any(part in row["host bound"] for part in bound)
         return f"{row[name]:.3g}*" if star else row[name]
 
-    tables = {"rates": [{name: starred(row, name) for name in (*what, "path", *rates, "note")} for row in rows]}
-    of_memory = [
+    tables = {"rates": [{name: with_star(row, name) for name in (*what, "path", *rates, "note")} for row in rows]}
+    memory_rows = [
         {
             **{name: row[name] for name in what},
             **{name: row[f"{name} GiB"] for name in memory},
@@ -239,4 +244,4 @@ def tables(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]
         for row in rows
         if row["total GiB"] is not None or row["peak GiB"] is not None
     ]
-    return tables | ({"memory of forward and backward, GiB": of_memory} if of_memory else {})
+    return tables | ({"memory of forward and backward, GiB": memory_rows} if memory_rows else {})

@@ -1,4 +1,4 @@
-"""The whole layer through JAX: its operands on the default device, ours and plain JAX's; times, memory and a trace."""
+"""The whole layer through JAX, ours and plain JAX's: operands on the default device, times, memory and a trace."""
 
 import functools
 import math
@@ -16,15 +16,15 @@ from benchmarks.figures import Measured, Memory
 from benchmarks.peers import xla
 from benchmarks.shapes import LayerShape, zipf_experts
 
-#: Share of the device's memory that a process gets when it starts, in one piece: nothing is split up.
+#: Share of the device's memory that JAX allocates at startup, in one piece to avoid fragmentation.
 _MEMORY_SHARE = "0.92"
 _BATCH_SECONDS = 40e-3
-#: A program has as many layers as take so long, like a model: between programs the device waits for a moment.
+#: A program chains enough layers to take this long, as a model does, because the device idles briefly between programs.
 _PROGRAM_SECONDS, _MOST_LAYERS = 5e-3, 8
 
 
 class Layer(NamedTuple):
-    """A layer to time: a function of x, gate, w_in, w_out, experts, and by name topk, b_in and b_out."""
+    """A layer to time: a function of x, gate, w_in, w_out, experts, with keyword arguments topk, b_in and b_out."""
 
     function: Callable[..., jax.Array]
     layouts: Layouts = OURS
@@ -32,9 +32,9 @@ class Layer(NamedTuple):
 
 
 class Operands(NamedTuple):
-    """x [T, D], gate [D, E], w_in [E, D, 2, F], w_out [E, F, D], d_out [T, D]; experts [T, K] where they are given.
+    """x [T, D], gate [D, E], w_in [E, D, 2, F], w_out [E, F, D], d_out [T, D]; experts [T, K], or None: gate decides.
 
-    Of a layer with biases b_in [E, 2, F] and b_out [E, D]; w_in, w_out and b_in in the layer's layouts.
+    A layer with biases also has b_in [E, 2, F] and b_out [E, D]. w_in, w_out and b_in have the layer's layouts.
     """
 
     x: jax.Array
@@ -47,33 +47,33 @@ class Operands(NamedTuple):
     b_out: jax.Array | None = None
 
     def biases(self) -> dict[str, jax.Array]:
-        """By name, if there are any."""
+        """Returns the biases by name; empty without biases."""
         return {name: bias for name in ("b_in", "b_out") if (bias := getattr(self, name)) is not None}
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))
 def normal(key: jax.Array, scale: float, shape: tuple[int, ...], dtype: str) -> jax.Array:
-    """Normal numbers, drawn expert by expert: all of them as float32 would not always fit."""
-    of_experts = len(shape) > 2
+    """Draws normal numbers expert by expert, because all of them as float32 may not fit into memory."""
+    has_experts = len(shape) > 2
 
     def draw(key: jax.Array) -> jax.Array:
-        return (jax.random.normal(key, shape[of_experts:]) * scale).astype(dtype)
+        return (jax.random.normal(key, shape[has_experts:]) * scale).astype(dtype)
 
-    return jax.lax.map(draw, jax.random.split(key, shape[0])) if of_experts else draw(key)
+    return jax.lax.map(draw, jax.random.split(key, shape[0])) if has_experts else draw(key)
 
 
 def operands(
     shape: LayerShape, dtype: str, routing: str, seed: int = 0, *, layouts: Layouts = OURS, biases: bool = False
 ) -> Operands:
-    """Random operands that keep the scale of activations.
+    """Returns random operands that preserve the scale of activations.
 
     Args:
-      shape: of the layer.
-      dtype: of all arrays but the experts.
-      routing: "uniform": the gate decides, and the loads are nearly equal; "zipf": experts are given.
-      seed: of everything.
-      layouts: of w_in, w_out and b_in.
-      biases: whether there are any.
+      shape: sizes of the layer.
+      dtype: dtype of all arrays except the experts.
+      routing: "uniform": the gate decides, with nearly equal loads; "zipf": experts are given.
+      seed: random seed.
+      layouts: layouts of w_in, w_out and b_in.
+      biases: whether the layer has biases.
     """
     T, D, F, E, _ = shape
     sizes = {"x": (T, D), "gate": (D, E), "d_out": (T, D)}
@@ -96,7 +96,7 @@ def ours(
     topk: int,
     **options: Any,
 ) -> jax.Array:
-    """anabranch.jax.moe, weights normalised."""
+    """Calls anabranch.jax.moe with normalised weights."""
     output: jax.Array = moe(x, gate, w_in, w_out, topk=topk, forced_experts=experts, **options).output
     return output
 
@@ -105,8 +105,8 @@ def _in_layouts(w_in: str, w_out: str) -> Layer:
     return Layer(functools.partial(ours, w_in_layout=w_in, w_out_layout=w_out), Layouts(w_in, w_out))
 
 
-#: "ragged-dot": plain JAX with our ragged_dot by one import. "jax-...": ours with weights as PyTorch's Linear has
-#: them, with gate and up interleaved, with biases, and with biases and gpt-oss's activation.
+#: "ragged-dot": plain JAX with ragged_dot imported from us. "jax-...": ours with weights in the layout of PyTorch's
+#: Linear, with gate and up interleaved, with biases, and with biases and gpt-oss's activation.
 LAYERS = {
     "jax": Layer(ours),
     "xla": Layer(xla.layer),
@@ -119,7 +119,7 @@ LAYERS = {
 
 
 def forward(layer: Layer, topk: int) -> Callable[..., jax.Array]:
-    """A function of Operands' fields: the output."""
+    """Returns a function from the fields of Operands to the output."""
 
     def run(*arrays: Any) -> jax.Array:
         given = Operands(*arrays)
@@ -129,7 +129,7 @@ def forward(layer: Layer, topk: int) -> Callable[..., jax.Array]:
 
 
 def both(layer: Layer, topk: int) -> Callable[..., tuple[jax.Array, ...]]:
-    """A function of Operands' fields: the output and the gradients of x, gate, w_in, w_out and biases."""
+    """Returns a function from the fields of Operands to the output and the gradients of all inputs but the experts."""
 
     def run(*arrays: Any) -> tuple[jax.Array, ...]:
         given = Operands(*arrays)
@@ -145,13 +145,13 @@ def both(layer: Layer, topk: int) -> Callable[..., tuple[jax.Array, ...]]:
 
 
 def largest_load(given: Operands, topk: int) -> float:
-    """The largest load of an expert over the mean."""
+    """Returns the rows of the busiest expert divided by the mean."""
     sizes = jax.jit(functools.partial(xla.select, topk=topk))(given.x, given.gate, given.experts)[2]
     return float(sizes.max() / sizes.mean())
 
 
 def cpu_programs(by: str, shape: LayerShape, dtype: str, routing: str) -> dict[str, timing.Program]:
-    """forward and both, for `timing.times_of`; each compiles when it is called first."""
+    """Returns the programs "forward" and "both" for `timing.times_of`. Each compiles at its first call."""
     layer = LAYERS[by]
     given = operands(shape, dtype, routing, layouts=layer.layouts, biases=layer.biases)
     return {
@@ -161,7 +161,7 @@ def cpu_programs(by: str, shape: LayerShape, dtype: str, routing: str) -> dict[s
 
 
 def _unless_out_of_memory(function: Callable[[], Any]) -> Any:
-    """The function's result, or None where the device's memory did not suffice."""
+    """Returns the function's result, or None if the device ran out of memory."""
     try:
         return function()
     except jax.errors.JaxRuntimeError as error:
@@ -171,17 +171,17 @@ def _unless_out_of_memory(function: Callable[[], Any]) -> Any:
 
 
 def _compiled(function: Callable[..., Any], *sets: Sequence[Any]) -> Any:
-    """The program of a call of `function` with each of the sets, for `timing.seconds_of_program`."""
+    """Compiles a program that calls `function` on each of the sets, for `timing.seconds_of_program`."""
     return jax.jit(timing.chained(function)).lower(list(sets)).compile()
 
 
-def _device_says(name: str) -> int | None:
-    """One of the device's memory statistics; None where it gives none."""
+def _memory_stat(name: str) -> int | None:
+    """Returns one of the device's memory statistics, or None if the device has none."""
     return (jax.devices()[0].memory_stats() or {}).get(name)
 
 
 def executions_that_fit(memory: Memory, device_bytes: int | None) -> int:
-    """How many executions may be under way if each holds its results and temporaries until it has run; at least 1.
+    """Returns how many executions fit into memory at once, at least 1. Each holds its outputs and temporaries.
 
     >>> small, large = Memory(4 << 30, 2 << 30, 0, 2 << 30), Memory(4 << 30, 2 << 30, 0, 50 << 30)
     >>> [executions_that_fit(small, 84 << 30), executions_that_fit(large, 84 << 30), executions_that_fit(large, None)]
@@ -189,12 +189,12 @@ def executions_that_fit(memory: Memory, device_bytes: int | None) -> int:
     """
     if device_bytes is None:
         return timing.MOST_EXECUTIONS
-    free = (device_bytes - memory.arguments) * 4 // 5  # the rest: gaps between the pieces
+    free = (device_bytes - memory.arguments) * 4 // 5  # leave 1/5 for fragmentation
     return min(max(1, free // max(memory.outputs + memory.temporaries, 1)), timing.MOST_EXECUTIONS)
 
 
 class Product:
-    """The rate of a large product of two square matrices through JAX."""
+    """The rate of a large square GEMM through JAX."""
 
     def __init__(self, dtype: str, size: int, repeats: int):
         keys = jax.random.split(jax.random.key(1), 2)
@@ -204,7 +204,7 @@ class Product:
         self.by = "cuBLAS" if "__cublas" in self._program.as_text() else "XLA"
 
     def rate(self) -> float:
-        """FLOP/s now, with the queue full."""
+        """Measures FLOP/s with the queue full."""
         timed = timing.seconds_of_program(
             self._program, [[self._matrices]], repeats=self._repeats, seconds=_BATCH_SECONDS
         )
@@ -221,25 +221,25 @@ def measure(
     product_size: int = 8192,
     trace: str | None = None,
 ) -> Measured:
-    """Times and memory of one layer on a GPU. The process should have done nothing on the device before.
+    """Measures times and memory of one layer on a GPU. The process should not have used the device before.
 
     Args:
-      by: out of LAYERS.
-      shape: of the layer.
-      dtype: of its arrays.
+      by: name in LAYERS.
+      shape: sizes of the layer.
+      dtype: dtype of its arrays.
       routing: see `operands`.
-      repeats: timed batches of executions, of the layer and of the large product.
-      product_size: rows and columns of that.
-      trace: a folder for a profiler's trace of three forward passes and three of forward and backward.
+      repeats: timed batches of executions, of the layer and of the large GEMM.
+      product_size: rows and columns of that GEMM.
+      trace: a folder for a profiler trace of three forward passes and three forward and backward passes.
     """
     measured = _unless_out_of_memory(lambda: _measure(by, shape, dtype, routing, repeats, product_size, trace))
     return Measured(note="out of memory") if measured is None else measured
 
 
 def claim_memory() -> None:
-    """Lets JAX take most of the GPU's memory when it starts."""
+    """Makes JAX allocate most of the GPU's memory at startup."""
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
-    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # the older name; both are an error
+    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # the older name; setting both is an error
         os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", _MEMORY_SHARE)
 
 
@@ -253,11 +253,11 @@ def _measure(
     programs = {}
     for name, function in functions.items():
         program = _unless_out_of_memory(functools.partial(_compiled, function, given))
-        # Both first, so that the peak is theirs.
+        # Run "both" first, so that the peak is the one of both passes.
         if program is not None and _unless_out_of_memory(functools.partial(_run, program, given)):
             programs[name] = program
         if name == "both":
-            memory, peak = None if program is None else _memory(program), _device_says("peak_bytes_in_use")
+            memory, peak = None if program is None else _memory(program), _memory_stat("peak_bytes_in_use")
     if not programs:
         return Measured(memory=memory, note="out of memory")
 
@@ -289,17 +289,17 @@ def _measure(
 
 
 def _time(function: Callable[..., Any], program: Any, sets: Sequence[Any], repeats: int) -> timing.Timing:
-    """Of one call, in programs of several where one takes a short time.
+    """Times one call. Short calls are timed in programs of several calls.
 
     Args:
-      function: what is called.
-      program: that of one call.
-      sets: operands; programs take them in turn.
+      function: the function to time.
+      program: the compiled program of one call.
+      sets: operands, rotated between programs.
       repeats: timed batches of executions.
     """
 
     def timed(program: Any, calls: int) -> timing.Timing:
-        most = executions_that_fit(_memory(program), _device_says("bytes_limit"))
+        most = executions_that_fit(_memory(program), _memory_stat("bytes_limit"))
         return timing.seconds_of_program(
             program,
             timing.groups_of(sets, calls),
@@ -308,29 +308,29 @@ def _time(function: Callable[..., Any], program: Any, sets: Sequence[Any], repea
             executions=(min(2, most), most),
         )
 
-    of_one = timed(program, 1)
-    calls = min(_MOST_LAYERS, math.ceil(_PROGRAM_SECONDS / of_one.seconds))
+    single = timed(program, 1)
+    calls = min(_MOST_LAYERS, math.ceil(_PROGRAM_SECONDS / single.seconds))
     if calls == 1:
-        return of_one
+        return single
 
     def in_one_program() -> timing.Timing:
         return timed(_compiled(function, *timing.groups_of(sets, calls)[0]), calls)
 
-    of_many: timing.Timing | None = _unless_out_of_memory(in_one_program)
-    return of_many or of_one
+    chained: timing.Timing | None = _unless_out_of_memory(in_one_program)
+    return chained or single
 
 
 def _run(program: Callable[[Any], Any], given: Sequence[Any]) -> bool:
-    """Runs a program to its end and frees what it made."""
+    """Runs a program to completion and frees its results."""
     jax.block_until_ready(program([given]))
     return True
 
 
 def _memory(program: Any) -> Memory:
-    said = program.memory_analysis()
+    analysis = program.memory_analysis()
     return Memory(
-        arguments=said.argument_size_in_bytes,
-        outputs=said.output_size_in_bytes,
-        aliased=said.alias_size_in_bytes,
-        temporaries=said.temp_size_in_bytes,
+        arguments=analysis.argument_size_in_bytes,
+        outputs=analysis.output_size_in_bytes,
+        aliased=analysis.alias_size_in_bytes,
+        temporaries=analysis.temp_size_in_bytes,
     )

@@ -1,4 +1,4 @@
-"""The whole layer without JAX, on torch's tensors: its operands, ours through C, and torch's."""
+"""The whole layer on torch tensors, without JAX: operands, ours through C, and torch's."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from benchmarks.shapes import LayerShape, zipf_experts
 
 
 class Operands(NamedTuple):
-    """x, gate, w_in, w_out; d_out; experts int64 [T, K] where they are given."""
+    """leaves: x, gate, w_in, w_out; d_out; experts: int64 [T, K], or None: the gate decides."""
 
     leaves: tuple[Any, Any, Any, Any]
     d_out: Any
@@ -17,11 +17,11 @@ class Operands(NamedTuple):
 
 
 Calls = dict[str, Callable[[], Any]]
-"""forward, and both: forward and backward, the output and the gradients of the leaves."""
+"""Calls by name. "forward" returns the output; "both" returns the output and the gradients of the leaves."""
 
 
 def operands(shape: LayerShape, dtype: str, routing: str, device: str, seed: int = 0) -> Operands:
-    """Of the distribution of layer_jax.operands, with its experts where they are given."""
+    """Returns operands with the same distribution as layer_jax.operands, and the same experts if they are given."""
     torch, normal = timing.torch_on(device), timing.normal_on(device, dtype, seed)
     T, D, F, E, _ = shape
     leaves = (
@@ -35,7 +35,7 @@ def operands(shape: LayerShape, dtype: str, routing: str, device: str, seed: int
 
 
 def largest_load(given: Operands, topk: int) -> float:
-    """The largest load of an expert over the mean."""
+    """Returns the rows of the busiest expert divided by the mean."""
     import torch
 
     from benchmarks.peers.torch import select
@@ -47,7 +47,7 @@ def largest_load(given: Operands, topk: int) -> float:
 
 
 def torch_calls(layer: Callable[..., Any], given: Operands, topk: int) -> Calls:
-    """A layer of eager operations; see peers.torch."""
+    """Returns the calls of an eager layer; see peers.torch."""
     import torch
 
     def forward() -> Any:
@@ -62,7 +62,7 @@ def torch_calls(layer: Callable[..., Any], given: Operands, topk: int) -> Calls:
 
 
 def calls_of(by: str, given: Operands, topk: int) -> Calls:
-    """The calls of an implementation: c, torch, torch-loop or sonicmoe."""
+    """Returns the calls of an implementation: c, torch, torch-loop or sonicmoe."""
     if by == "c":
         return c_calls(given, topk)
     if by == "sonicmoe":
@@ -75,9 +75,9 @@ def calls_of(by: str, given: Operands, topk: int) -> Calls:
 
 
 def c_calls(given: Operands, topk: int) -> Calls:
-    """Ours through C, as a C++ program would call it.
+    """Returns our calls through C, as a C++ program would make them.
 
-    The gate's products, which no function of ours computes, are torch's.
+    torch computes the gate's GEMMs, for which we have no function.
     """
     import torch
 
@@ -147,7 +147,7 @@ def c_calls(given: Operands, topk: int) -> Calls:
         "grouped_matmul_combine",
         transpose_w=1,
         backward=1,
-        x=h.reshape(R, 2 * F),  # dh by then
+        x=h.reshape(R, 2 * F),  # h contains dh by then
         w=w_in.reshape(E, D, 2 * F),
         **rows,
         row_of_slot=row_of_slot,

@@ -1,4 +1,4 @@
-"""The layer on all devices as ranks of expert parallelism, and the collectives that carry it."""
+"""The layer on all devices with expert parallelism, and the collectives of its transports."""
 
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,29 +10,29 @@ from benchmarks.options import add_by, add_shapes, sized
 from benchmarks.processes import as_bench_errors, rows_or_error
 from benchmarks.shapes import NAMED, LayerShape
 
-CAPTION = """the layer on all devices as ranks along one expert axis, T tokens per rank, random gate; FLOP/s per rank of
-6 T K D F forward and 12 T K D F backward (the difference between both passes and forward). jax: ours through JAX; fp8:
-jax with precision="fp8"; fp8-exchange: and with tokens that travel so; moe: ours through torch, a process per device,
-called one by one (eager) or as a CUDA graph of many calls (graph). capacity: the capacity_factor, -: buffers for the
-worst case; path: which of our kernels the experts ran on; dropped: assignments, of all ranks. collectives: T K rows of
-D per rank, exchanged in equal parts (all_to_all, ragged_all_to_all), and what the ring needs (all_gather: T rows there,
-all_to_all_sums: as many back); xla: jax.lax's under jit, torch: NCCL's all_to_all, a process per GPU. GB/s: of what a
-rank sends to others. Medians of 20 batches with the queue full. On the CPU, JAX needs
-XLA_FLAGS=--xla_force_host_platform_device_count=N, and torch takes 2 processes with Gloo"""
+CAPTION = """the layer on all devices, which are the ranks of one expert axis; T tokens per rank, random gate. FLOP/s
+per rank count 6 T K D F for forward and 12 T K D F for backward (time of both passes minus forward). jax: ours through
+JAX; fp8: jax with precision="fp8"; fp8-exchange: fp8, and tokens are sent in FP8; moe: ours through torch, one process
+per device, in eager mode (eager) or as a CUDA graph of many calls (graph). capacity: the capacity_factor, -: buffers
+for the worst case; path: our kernels that the experts ran on; dropped: dropped assignments of all ranks. collectives: T
+K rows of width D per rank, exchanged in equal parts (all_to_all, ragged_all_to_all), and those of the ring transport
+(all_gather of T rows, all_to_all_sums of T rows of partial sums); xla: jax.lax under jit, torch: NCCL's all_to_all, one
+process per GPU. GB/s: bytes that a rank sends to others. Medians of 20 batches with the queue full. On the CPU, JAX
+needs XLA_FLAGS=--xla_force_host_platform_device_count=N, and torch uses 2 processes with Gloo"""
 
 DEVICES = ("cpu", "cuda")
 DTYPES = {"cpu": ("float32",), "cuda": ("bfloat16",)}
-#: The layer, and collectives by themselves.
+#: Implementations of the layer, and of the collectives alone.
 OURS = ("jax", "fp8", "fp8-exchange", "moe")
 BY = (*OURS, "xla", "torch")
 TRANSPORTS = ("ring", "all_to_all", "ragged")
 CAPACITIES = (None, 1.25)
 
-#: How JAX's programs are called, and which transports torch's ranks have.
+#: The mode of JAX programs, and the transports that torch supports.
 JIT = "jit"
 TRANSPORTS_OF_TORCH = ("ring", "all_to_all")
 
-#: Those that others have published figures of; T is that of a rank.
+#: Shapes with published figures of other projects; T is per rank.
 SHAPES = {
     "cpu": (LayerShape(256, 128, 128, 16, 2),),
     "cuda": tuple(NAMED[name]._replace(T=8192) for name in ("qwen3-30b", "mixtral")),
@@ -40,7 +40,7 @@ SHAPES = {
 
 
 class Case(NamedTuple):
-    """What one process measures."""
+    """One measurement, made in its own process."""
 
     shape: LayerShape
     by: str
@@ -49,28 +49,30 @@ class Case(NamedTuple):
 
     @property
     def dtype(self) -> str:
-        """Of all arrays."""
+        """The dtype of all arrays."""
         return DTYPES[self.device][0]
 
     def head(self) -> dict[str, Any]:
-        """The first columns of its rows."""
+        """Returns the first columns of its rows."""
         return {"T,D,F,E,K": str(self.shape), "by": self.by, "dtype": self.dtype}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of this benchmark alone."""
-    add_shapes(parser, "qwen3-30b and mixtral with T = 8192 on a GPU, a small one on the CPU; T is that of a rank")
-    add_by(parser, BY, "all that are installed")
-    parser.add_argument("--transport", choices=TRANSPORTS, action="append", help="default: all, of moe those it has")
+    """Adds the options of this benchmark."""
+    add_shapes(parser, "qwen3-30b and mixtral with T = 8192 on a GPU, a small one on the CPU; T is per rank")
+    add_by(parser, BY, "all installed ones")
+    parser.add_argument(
+        "--transport", choices=TRANSPORTS, action="append", help="default: all that the implementation supports"
+    )
 
 
 def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """Rows of every shape: ours for each transport, with and without a bound; collectives by XLA and by NCCL.
+    """Yields the rows of every shape: ours per transport and capacity factor; collectives by XLA and by NCCL.
 
     Raises:
-      ArgumentError: an argument is wrong.
-      BenchError: the only case failed, for example with fewer than two devices. Of several cases those that fail have
-        a row with `error`.
+      ArgumentError: an argument is invalid.
+      BenchError: the only case failed, for example with fewer than two devices. Of several cases, a failed one has a
+        row with `error`.
     """
     transports = list(dict.fromkeys(options.transport or TRANSPORTS))
     cases = [
@@ -117,7 +119,7 @@ def _measure(case: Case, repeats: int) -> Iterator[dict[str, Any]]:
         try:
             with as_bench_errors(by):
                 by_mode = _layer(case, capacity, repeats)
-        except BenchError as error:  # such as memory that did not suffice, which it may with another bound
+        except BenchError as error:  # for example out of memory, which another capacity may avoid
             yield {**case.head(), "transport": transport, "capacity": capacity, "error": str(error)}
             continue
         path = figures.experts_path(shape, case.dtype) if device == "cuda" else None
@@ -126,7 +128,7 @@ def _measure(case: Case, repeats: int) -> Iterator[dict[str, Any]]:
 
 
 def _layer(case: Case, capacity: float | None, repeats: int) -> Mapping[str, tuple[timing.Timing, timing.Timing, int]]:
-    """By mode, the times of forward and of both, and how many assignments were dropped."""
+    """Returns, per mode, the times of forward and of both, and the number of dropped assignments."""
     shape, by, transport, device = case
     if by == "moe":
         from benchmarks import mesh_torch
@@ -147,7 +149,7 @@ def layer_row(
     both: timing.Timing,
     dropped: int,
 ) -> dict[str, Any]:
-    """The row of a layer; mode: how it was called, path: which of our kernels the experts ran on."""
+    """Returns the row of a layer. mode: how it was called; path: our kernels that the experts ran on."""
     seconds = {"forward": forward.seconds, "backward": both.seconds - forward.seconds}
     return {
         **case.head(),
@@ -163,7 +165,7 @@ def layer_row(
 
 
 def collective_row(case: Case, name: str, timed: timing.Timing, sent: int) -> dict[str, Any]:
-    """sent: bytes of a rank to others."""
+    """Returns the row of a collective. sent: bytes that a rank sends to others."""
     return {
         **case.head(),
         "collective": name,
@@ -181,12 +183,12 @@ def _rows_of_a_process(case: Case, quick: bool) -> Iterator[dict[str, Any]]:
 
 
 def tables(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The rows as a table of the layer and one of collectives."""
-    hidden = ("spread", "dtype", "collective")
+    """Returns a table of the layer and a table of the collectives."""
+    excluded = ("spread", "dtype", "collective")
     layers = [row for row in rows if row.get("collective") is None]
     others = [row for row in rows if row.get("collective") is not None]
     tables = {
-        "layer": [{name: value for name, value in row.items() if name not in hidden} for row in layers],
-        "collectives": [{name: value for name, value in row.items() if name not in hidden[:2]} for row in others],
+        "layer": [{name: value for name, value in row.items() if name not in excluded} for row in layers],
+        "collectives": [{name: value for name, value in row.items() if name not in excluded[:2]} for row in others],
     }
     return {title: table for title, table in tables.items() if table}

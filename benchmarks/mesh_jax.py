@@ -1,4 +1,4 @@
-"""The layer and its collectives on all of JAX's devices, which are the ranks of one axis."""
+"""The layer and its collectives on all JAX devices, which are the ranks of one axis."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -19,12 +19,12 @@ _BATCH_SECONDS = 40e-3
 
 
 def ranks() -> Mesh:
-    """All devices along one axis."""
+    """Returns a mesh of all devices along one axis."""
     return jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,))
 
 
 def operands(mesh: Mesh, parallel: Parallel, shape: LayerShape, dtype: str, seed: int = 0) -> Operands:
-    """`layer_jax.operands` with shape.T tokens for every rank, each array where `parallel` wants it."""
+    """Returns `layer_jax.operands` with shape.T tokens per rank, sharded as `parallel` requires."""
     specs = parallel.specs()
     placed = {name: NamedSharding(mesh, specs[name]) for name in ("x", "gate", "w_in", "w_out")}
     placed["d_out"] = placed["x"]
@@ -36,7 +36,7 @@ def operands(mesh: Mesh, parallel: Parallel, shape: LayerShape, dtype: str, seed
 
 
 def layer(parallel: Parallel, precision: str = "highest") -> layer_jax.Layer:
-    """moe() spread over the ranks, as layer_jax calls it."""
+    """Returns moe() spread over the ranks, with the signature that layer_jax expects."""
 
     def run(x: Any, gate: Any, w_in: Any, w_out: Any, experts: Any = None, *, topk: int) -> jax.Array:
         del experts  # the gate decides
@@ -49,10 +49,10 @@ def layer(parallel: Parallel, precision: str = "highest") -> layer_jax.Layer:
 def measure_layer(
     shape: LayerShape, dtype: str, by: str, transport: str, capacity_factor: float | None, repeats: int
 ) -> tuple[Timing, Timing, int]:
-    """Times of the layer with shape.T tokens per rank, forward, and both passes; and how many assignments it dropped.
+    """Times forward and both passes of the layer with shape.T tokens per rank, and counts dropped assignments.
 
     Args:
-      by: "jax", or with precision="fp8" "fp8", or "fp8-exchange" where tokens travel so, too.
+      by: "jax"; "fp8": with precision="fp8"; "fp8-exchange": also sends tokens in FP8.
     """
     mesh, precision = ranks(), "highest" if by == "jax" else "fp8"
     parallel = Parallel(
@@ -71,10 +71,10 @@ def measure_layer(
 
 
 def collectives(mesh: Mesh, shape: LayerShape, dtype: str) -> Mapping[str, tuple[Callable[..., Any], Any, int]]:
-    """The collectives of the transports, by XLA: a function, its operand, and the bytes that a rank sends.
+    """Returns the collectives of the transports by XLA: function, operand, and bytes that a rank sends.
 
-    all_to_all and ragged_all_to_all exchange T K rows per rank, equally many with each rank; all_gather and
-    all_to_all_sums are the ring's: T rows there and as many partial sums back.
+    all_to_all and ragged_all_to_all exchange T K rows per rank, equally many with each rank. all_gather and
+    all_to_all_sums are those of the ring transport: T rows out, and T rows of partial sums back.
     """
     P, T, D = mesh.size, shape.T, shape.D
     rows = T * shape.K // P
@@ -111,13 +111,13 @@ def collectives(mesh: Mesh, shape: LayerShape, dtype: str) -> Mapping[str, tuple
         "all_gather": (sharded(all_gather), filled(P * T, D, dtype=dtype), (P - 1) * T * D * itemsize),
         "all_to_all_sums": (sharded(all_to_all), filled(P * P * T, D, dtype=dtype), (P - 1) * T * D * itemsize),
     }
-    if mesh.devices.flat[0].platform != "cpu":  # XLA has none there
+    if mesh.devices.flat[0].platform != "cpu":  # XLA has no ragged_all_to_all on the CPU
         found["ragged_all_to_all"] = (sharded(ragged), exchanged, (P - 1) * rows * D * itemsize)
     return found
 
 
 def measure_collectives(shape: LayerShape, dtype: str, repeats: int) -> dict[str, tuple[Timing, int]]:
-    """Times of `collectives`, and the bytes that a rank sends in one."""
+    """Times each of `collectives`; also returns the bytes that a rank sends."""
     mesh = ranks()
     with jax.set_mesh(mesh):
         return {

@@ -1,4 +1,4 @@
-"""A process per rank: the layer through torch with its experts spread over the ranks, and all_to_all by itself."""
+"""The layer through torch with its experts spread over ranks, and all_to_all alone; one process per rank."""
 
 import json
 import math
@@ -19,11 +19,11 @@ from benchmarks.timing import Timing
 EAGER, GRAPH = "eager", "graph"
 MODES = {"cpu": (EAGER,), "cuda": (EAGER, GRAPH)}
 _BATCH_SECONDS = 40e-3
-_MOST_CALLS = 8  # of a batch: as many as mesh_jax has
+_MOST_CALLS = 8  # per batch; the same as in mesh_jax
 
 
 def ranks_on(device: str) -> int:
-    """How many processes there will be: one per GPU, 2 on the CPU."""
+    """Returns the number of processes: one per GPU, 2 on the CPU."""
     torch = timing.torch_on(device)
     return torch.cuda.device_count() if device == "cuda" else 2
 
@@ -31,9 +31,9 @@ def ranks_on(device: str) -> int:
 def measure_layer(
     shape: LayerShape, dtype: str, device: str, transport: str, capacity_factor: float | None, repeats: int
 ) -> dict[str, tuple[Timing, Timing, int]]:
-    """By mode: times of moe(group=) with shape.T tokens per rank, forward and both, and the dropped assignments.
+    """Returns, per mode, times of moe(group=) with shape.T tokens per rank (forward, both) and dropped assignments.
 
-    The eager calls' queue is full where the host is faster than the device; graphs hold a batch of calls, NCCL's too.
+    Eager calls keep the queue full if the host is faster than the device. A graph contains a batch of calls, with NCCL.
 
     Raises:
       BenchError: torch is missing, or sees fewer than two GPUs.
@@ -47,7 +47,7 @@ def measure_layer(
 
 
 def measure_all_to_all(count: int, dtype: str, device: str, repeats: int) -> tuple[Timing, int]:
-    """Times of one exchange between all ranks in which each has `count` elements, and the bytes that a rank sends.
+    """Times one exchange between all ranks with `count` elements per rank; also returns the bytes that a rank sends.
 
     Raises:
       BenchError: torch is missing, or sees fewer than two GPUs.
@@ -58,7 +58,7 @@ def measure_all_to_all(count: int, dtype: str, device: str, repeats: int) -> tup
 
 
 def _in_ranks(device: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-    """What `function` returns, as JSON has it, on the first of the ranks, which are processes."""
+    """Runs `function` in one process per rank and returns the result of rank 0, converted through JSON."""
     torch, ranks = timing.torch_on(device), ranks_on(device)
     if ranks < 2:
         raise BenchError(f"{function.__name__.removeprefix('_')}: got {ranks} GPU, expected 2 or more")
@@ -66,7 +66,7 @@ def _in_ranks(device: str, function: Callable[..., Any], arguments: tuple[Any, .
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder:
-        file = pathlib.Path(folder) / "found.json"
+        file = pathlib.Path(folder) / "result.json"
         torch.multiprocessing.spawn(_rank, (ranks, device, port, str(file), function, arguments), nprocs=ranks)
         return json.loads(file.read_text())
 
@@ -127,7 +127,7 @@ def _all_to_all(device: str, count: int, dtype: str, repeats: int) -> list[float
 def _layer(
     device: str, shape: LayerShape, dtype: str, transport: str, capacity_factor: float | None, repeats: int
 ) -> dict[str, Any]:
-    """Seconds of a call by mode, of forward and of both, and how many assignments were dropped."""
+    """Returns, per mode, seconds per call of forward and both, and the number of dropped assignments."""
     import torch
     import torch.distributed as distributed
 
@@ -136,7 +136,7 @@ def _layer(
     shape = LayerShape(*shape)
     rank, ranks = distributed.get_rank(), distributed.get_world_size()
     mine = slice(rank * shape.E // ranks, (rank + 1) * shape.E // ranks)
-    # The gate and all experts are those of one seed on every rank, tokens are each rank's own.
+    # Every rank draws the same gate and experts. Tokens differ between ranks.
     whole = operands(shape._replace(T=1), dtype, "uniform", device)
     tokens = operands(shape._replace(E=shape.K, F=1), dtype, "uniform", device, seed=1 + rank)
     gate, w_in, w_out = (leaf.detach() for leaf in whole.leaves[1:])
@@ -172,7 +172,7 @@ def _synchronize(device: str) -> None:
 
 
 def _calls_of_a_batch(device: str, call: Callable[[], Any]) -> int:
-    """How many calls a batch has to take long enough; the same number on all ranks."""
+    """Returns how many calls make a batch that takes long enough; the same number on all ranks."""
     import torch
     import torch.distributed as distributed
 
@@ -188,7 +188,7 @@ def _calls_of_a_batch(device: str, call: Callable[[], Any]) -> int:
 
 
 def _seconds_of_batches(device: str, batch: Callable[[], None], calls: int, repeats: int) -> list[float]:
-    """Seconds of a call, by batches that all ranks begin together."""
+    """Returns seconds per call, from batches that all ranks start together."""
     import torch.distributed as distributed
 
     samples = []
@@ -214,18 +214,18 @@ def _seconds_eager(device: str, call: Callable[[], Any], repeats: int) -> list[f
 
 
 def _seconds_of_graph(call: Callable[[], Any], repeats: int) -> list[float]:
-    """Of a CUDA graph of a batch's calls."""
+    """Returns seconds per call, from a CUDA graph of a batch of calls."""
     import torch
 
-    with torch.cuda.stream(timing.capture_stream()):  # what autograd captures must have run on that stream before
+    with torch.cuda.stream(timing.capture_stream()):  # autograd must have run on the capture stream before
         calls = _calls_of_a_batch("cuda", call)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
-    # NCCL's own thread may call CUDA while we capture.
+    # NCCL's thread may call CUDA during the capture.
     with torch.cuda.graph(graph, stream=timing.capture_stream(), capture_error_mode="thread_local"):
         for _ in range(calls):
             call()
     samples = _seconds_of_batches("cuda", graph.replay, calls, repeats)
     torch.cuda.synchronize()
-    del graph  # before the communicator that it holds calls of
+    del graph  # the graph must be destroyed before its communicator
     return samples

@@ -1,4 +1,4 @@
-"""Options that several benchmarks share: their parsers, and what a benchmark makes of them."""
+"""Options shared by several benchmarks."""
 
 import argparse
 from collections.abc import Sequence
@@ -8,9 +8,9 @@ from benchmarks.shapes import INDEX_LIMIT, NAMED, LayerShape, parse_shape
 
 
 def positive(text: str) -> int:
-    """A number of at least 1."""
+    """Parses an integer of at least 1."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"got {text!r}, expected a whole number of at least 1")
+        raise argparse.ArgumentTypeError(f"got {text!r}, expected an integer of at least 1")
     return int(text)
 
 
@@ -29,19 +29,19 @@ def _shape(text: str) -> LayerShape:
 
 
 def add_rows(parser: argparse.ArgumentParser, what: str) -> None:
-    """--rows E,K."""
+    """Adds --rows E,K."""
     parser.add_argument("--rows", type=_pair, metavar="E,K", action="append", help=what)
 
 
 def add_tokens(parser: argparse.ArgumentParser, default: str) -> None:
-    """--tokens T."""
+    """Adds --tokens T."""
     parser.add_argument(
         "--tokens", type=positive, metavar="T", action="append", help=f"numbers of tokens; default: {default}"
     )
 
 
 def add_shapes(parser: argparse.ArgumentParser, default: str) -> None:
-    """--shape T,D,F,E,K and --tokens T."""
+    """Adds --shape T,D,F,E,K and --tokens T."""
     parser.add_argument(
         "--shape",
         type=_shape,
@@ -49,16 +49,16 @@ def add_shapes(parser: argparse.ArgumentParser, default: str) -> None:
         action="append",
         help=f"sizes, or {', '.join(NAMED)} with T = 32768; default: {default}",
     )
-    add_tokens(parser, "that of the shape")
+    add_tokens(parser, "T of the shape")
 
 
 def add_by(parser: argparse.ArgumentParser, known: Sequence[str], what: str) -> None:
-    """--by NAME."""
-    parser.add_argument("--by", choices=known, action="append", help=f"what to time; default: {what}")
+    """Adds --by NAME."""
+    parser.add_argument("--by", choices=known, action="append", help=f"implementations to time; default: {what}")
 
 
 def sized(shapes: Sequence[LayerShape], tokens: Sequence[int] | None, quick: bool) -> list[LayerShape]:
-    """The shapes with the numbers of tokens of --tokens, or their own; each once; if quick the first alone.
+    """Returns the shapes with each T of --tokens, or with their own T, without repeats; only the first if quick.
 
     Raises:
       ArgumentError: T * K is 2^31 or more.

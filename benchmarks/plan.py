@@ -1,4 +1,4 @@
-"""The plan of dispatch: through C and through JAX, beside a stable sort in torch and in XLA."""
+"""The plan of dispatch, through C and through JAX, against a stable sort in torch and in XLA."""
 
 import argparse
 import functools
@@ -11,12 +11,12 @@ from benchmarks.c_call import c_call
 from benchmarks.options import add_by, add_rows, add_tokens
 from benchmarks.tables import columns, shown
 
-CAPTION = """microseconds per call; skewed: expert e has a share of 1 / (1 + e). plan: through C; torch: a stable sort,
-searchsorted, a scatter; jax plan: ours through JAX; xla: argsort, bincount, a scatter; both jitted. x: their time over
-ours through C. Floor: the bytes of experts, row_of_slot and slot_of_row at the rate of a copy in this run. On a GPU the
-median of the repeats over 8 sets of experts: C and torch from graphs of many calls, timed on the device, jax and xla
-from programs of 8 calls, timed on the host with the queue full; *: the host's launches are the limit. On the CPU the
-best of the repeats, which take turns"""
+CAPTION = """microseconds per call. skewed: expert e has a share of 1 / (1 + e). plan: ours through C; torch: a stable
+sort, searchsorted, a scatter; jax plan: ours through JAX; xla: argsort, bincount, a scatter; both jitted. x: time of
+the peer divided by plan. floor: the bytes of experts, row_of_slot and slot_of_row at the copy rate of this run. On a
+GPU: median of the repeats over 8 sets of experts. C and torch are timed on the device, in graphs of many calls; jax and
+xla on the host with the queue full, in programs of 8 calls; *: bound by the host's launches. On the CPU: best of
+interleaved repeats"""
 
 DEVICES = ("cpu", "cuda")
 DTYPES = {"cpu": (), "cuda": ()}
@@ -30,14 +30,14 @@ _SETS = 8
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of this benchmark alone."""
-    add_rows(parser, "E experts, K per token, with every number of tokens; default: three or four shapes")
-    add_tokens(parser, "those of the shapes, with --rows the first of them")
-    add_by(parser, BY, "all that are installed")
+    """Adds the options of this benchmark."""
+    add_rows(parser, "E experts, K per token, with every T of --tokens; default: three or four shapes")
+    add_tokens(parser, "T of the shapes; with --rows the first of them")
+    add_by(parser, BY, "all installed ones")
 
 
 def experts(T: int, E: int, K: int, device: str, skewed: bool, seed: int = 0) -> Any:
-    """K distinct experts per token [T, K], int32, uniform or with a share of 1/(1 + e) for expert e."""
+    """Draws K distinct experts per token [T, K], int32, uniform or with a share of 1/(1 + e) for expert e."""
     torch = timing.torch_on(device)
     generator = torch.Generator(device).manual_seed(seed)
     shares = 1.0 / torch.arange(1, E + 1, device=device) if skewed else torch.ones(E, device=device)
@@ -45,7 +45,7 @@ def experts(T: int, E: int, K: int, device: str, skewed: bool, seed: int = 0) ->
 
 
 def through_c(slots: Any, E: int) -> Callable[[], None]:
-    """The plan of experts [T, K] through C, with every result."""
+    """Returns a call of our plan through C for experts [T, K], with all results."""
 
     def empty(*shape: int) -> Any:
         return slots.new_empty(shape)
@@ -64,7 +64,7 @@ def through_c(slots: Any, E: int) -> Callable[[], None]:
 
 
 def jax_functions(E: int, by: Sequence[str]) -> dict[str, Callable[[Any], Any]]:
-    """Ours and XLA's, by the name of their column. What our custom call writes besides the result is written too."""
+    """Returns our function and XLA's by column. Our custom call writes all results, although only one is returned."""
     if "jax" not in by and "xla" not in by:
         return {}
     from anabranch.jax import plan
@@ -75,7 +75,7 @@ def jax_functions(E: int, by: Sequence[str]) -> dict[str, Callable[[Any], Any]]:
 
 
 def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One row per shape and kind of routing.
+    """Yields one row per shape and kind of routing.
 
     Raises:
       ArgumentError: K > E.
@@ -123,6 +123,6 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def tables(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The rows as one table."""
+    """Returns the rows as one table."""
     names = ["T", "E", "K", "routing", "plan", "jax plan", "torch", "xla", "x torch", "x xla", "floor"]
     return {"": [shown(row, names, "plan", ("torch", "xla")) for row in rows]}

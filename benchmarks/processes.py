@@ -1,4 +1,4 @@
-"""Errors of the benchmarks, and benchmarks in processes of their own: no allocator's state reaches the next one."""
+"""Errors of the benchmarks, and benchmarks in separate processes, so that allocator state is not carried over."""
 
 import contextlib
 import json
@@ -16,7 +16,7 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 @contextlib.contextmanager
 def as_bench_errors(by: str) -> Iterator[None]:
-    """Turns any failure within into a BenchError, after its traceback; by: who failed."""
+    """Prints the traceback of any failure in the block and raises a BenchError. by: name of the implementation."""
     try:
         yield
     except BenchError:
@@ -24,37 +24,37 @@ def as_bench_errors(by: str) -> Iterator[None]:
     except Exception as error:
         traceback.print_exc()
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        # The error of a process that torch started begins with a traceback; others begin with what happened.
-        told = (lines or [""])[-1 if "Traceback (most recent call last):" in lines else 0]
-        raise BenchError(f"{by}: {type(error).__name__}: {told}") from error
+        # An error in a process that torch started has a message that begins with a traceback; use its last line.
+        reason = (lines or [""])[-1 if "Traceback (most recent call last):" in lines else 0]
+        raise BenchError(f"{by}: {type(error).__name__}: {reason}") from error
 
 
 def rows_of_a_process(operation: str, flags: Sequence[str], *, quiet: bool = False) -> list[dict[str, Any]]:
-    """The rows of `python -m benchmarks OPERATION FLAGS`.
+    """Runs `python -m benchmarks OPERATION FLAGS` and returns its rows.
 
     Args:
-      operation: what to run.
+      operation: the benchmark to run.
       flags: its options.
-      quiet: shows what the process writes to standard error only if it fails.
+      quiet: show the process's standard error only if it fails.
 
     Raises:
-      BenchError: it failed; if quiet, with the message of the process.
+      BenchError: the process failed. If quiet, the error has its message.
     """
     command = [sys.executable, "-m", "benchmarks", operation, "--json", "-", *flags]
     result = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE if quiet else None, text=True, check=False, cwd=ROOT
     )
-    if result.returncode != 0 and not result.stdout:  # rows with an `error` have status 1, too
+    if result.returncode != 0 and not result.stdout:  # rows with an `error` also give status 1
         sys.stderr.write(result.stderr or "")
         raise BenchError(
-            f"{last_words(result.stderr or '') or f'{operation} failed'} (exit status {result.returncode})"
+            f"{last_error(result.stderr or '') or f'{operation} failed'} (exit status {result.returncode})"
         )
     found: list[dict[str, Any]] = json.loads(result.stdout)["rows"][operation]
     return found
 
 
 def rows_or_error(operation: str, flags: Sequence[str], failed: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows of a quiet process; if that fails, the row `failed` with the message as `error` and in its `note`."""
+    """Runs a quiet process and returns its rows. If it fails, returns `failed` with the message as `error`, `note`."""
     try:
         return rows_of_a_process(operation, flags, quiet=True)
     except BenchError as error:
@@ -64,7 +64,7 @@ def rows_or_error(operation: str, flags: Sequence[str], failed: dict[str, Any]) 
 
 @contextlib.contextmanager
 def busy_processes(count: int) -> Iterator[None]:
-    """Runs `count` processes that compute without a pause, each on one thread, until the block ends."""
+    """Runs `count` busy single-threaded processes until the block ends."""
     processes: list[subprocess.Popen[bytes]] = []
     try:
         for _ in range(count):
@@ -76,10 +76,10 @@ def busy_processes(count: int) -> Iterator[None]:
             process.wait()
 
 
-def last_words(text: str) -> str:
-    """The error that a benchmark wrote to standard error, else the last line.
+def last_error(text: str) -> str:
+    """Returns the error that a benchmark wrote to standard error, or else the last line.
 
-    >>> last_words("Traceback\\nbench: no GPU\\nshutting down\\n"), last_words("Aborted\\n"), last_words("")
+    >>> last_error("Traceback\\nbench: no GPU\\nshutting down\\n"), last_error("Aborted\\n"), last_error("")
     ('no GPU', 'Aborted', '')
     """
     lines = text.strip().splitlines()

@@ -1,4 +1,4 @@
-"""The rate of a large matrix product, which the rates of layers are compared with."""
+"""The rate of a large GEMM, a reference for the rates of layers."""
 
 import ctypes
 import functools
@@ -14,7 +14,7 @@ from benchmarks import timing
 
 @functools.cache
 def _onednn() -> ctypes.CDLL:
-    """The oneDNN that the C library has loaded."""
+    """Returns the oneDNN library that the C library has loaded."""
     _library.load()
     with open("/proc/self/maps") as maps:
         for line in maps:
@@ -24,15 +24,15 @@ def _onednn() -> ctypes.CDLL:
 
 
 def product_rate(device: str, dtype: str, **settings: Any) -> float | None:
-    """FLOP/s of a large product: of 8192^2 by torch (cuBLAS) on a GPU, of 2048^2 by oneDNN and all threads on the CPU.
+    """Measures FLOP/s of a large GEMM: 8192^3 by torch (cuBLAS) on a GPU, 2048^3 by oneDNN with all threads on the CPU.
 
     Args:
       device: "cpu" or "cuda".
-      dtype: of the factors; on the CPU "float32" or "bfloat16" with float32 results.
-      settings: of `timing.seconds_of_each`.
+      dtype: dtype of the operands; on the CPU "float32" or "bfloat16" with float32 results.
+      settings: arguments of `timing.seconds_of_each`.
 
     Returns:
-      The rate, or None where oneDNN has no such product for this machine.
+      The rate, or None if oneDNN does not support that GEMM on this machine.
     """
     if device == "cpu":
         return _cpu_rate(dtype)
@@ -42,7 +42,7 @@ def product_rate(device: str, dtype: str, **settings: Any) -> float | None:
 
 
 def _cpu_rate(dtype: str, size: int = 2048, seconds: float = 0.5) -> float | None:
-    """The best of as many repeats as fit into `seconds`."""
+    """Returns the best of as many repeats as fit into `seconds`."""
     library = _onednn()
     rng = np.random.default_rng(0)
     a, b = (rng.standard_normal((size, size), dtype=np.float32) for _ in range(2))

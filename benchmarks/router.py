@@ -1,4 +1,4 @@
-"""The router, dense and compact: through C and through JAX, beside eager torch and XLA's jit of the same routing."""
+"""The router, dense and compact, through C and through JAX, against eager torch and XLA."""
 
 import argparse
 import functools
@@ -12,15 +12,15 @@ from benchmarks.options import add_by, add_rows, add_tokens
 from benchmarks.shapes import RouterCase
 from benchmarks.tables import columns, shown
 
-CAPTION = """microseconds. dense: probabilities and byte map; compact: weights, experts, counts, score_sum, lse;
-with loss: compact, the balance loss and its gradient; balanced: compact with quantile balancing, 1000 bins, if there is
-a bias and no groups; d: backward by itself, from the cotangents of dense probabilities, of weights, of weights and
-score_sum (d with loss). jax: ours through JAX; xla: lax.top_k and a scatter; both jitted. torch and xla compute the
-dense form; x: their time over ours through C. Floors: the bytes of the dense call, of reading the logits, of reading
-the logits and writing their gradient, at the rate of a copy in this run. On a GPU the median of the repeats, over
-operands rotated past the L2 cache (at most 64 sets): C and torch from graphs of many calls, timed on the device, jax
-and xla from programs of up to 64 and 8 calls, timed on the host with the queue full; *: the host's launches are the
-limit. On the CPU the best of the repeats, which take turns"""
+CAPTION = """microseconds. dense: probabilities and byte map; compact: weights, experts, counts, score_sum, lse; with
+loss: compact, the load-balancing loss and its gradient; balanced: compact with quantile balancing, 1000 bins, for
+routings with a bias and without groups; d: only backward, from the cotangents of dense probabilities, of weights, or of
+weights and score_sum (d with loss). jax: ours through JAX; xla: lax.top_k and a scatter; both jitted. torch and xla
+compute the dense form; x: their time divided by ours through C. Floors: the bytes of the dense call, of reading the
+logits, or of reading the logits and writing their gradient, at the copy rate of this run. On a GPU: median of the
+repeats, which rotate operands past the L2 cache (at most 64 sets). C and torch are timed on the device, in graphs of
+many calls; jax and xla on the host with the queue full, in programs of up to 64 and 8 calls; *: bound by the host's
+launches. On the CPU: best of interleaved repeats"""
 
 DEVICES = ("cpu", "cuda")
 DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "bfloat16")}
@@ -41,20 +41,20 @@ CASES = [
 ]
 _SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 
-#: Most calls of one jitted program. Ours compile at once; XLA's take a moment each.
+#: Most calls per jitted program. XLA takes longer to compile each of its calls than each of ours.
 _CALLS_OF_OURS, _CALLS_OF_XLA = timing.MOST_SETS, 8
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of this benchmark alone."""
+    """Adds the options of this benchmark."""
     known = " ".join("{},{}".format(*pair) for pair in dict.fromkeys(case[:2] for case in CASES))
-    add_rows(parser, f"only E experts, K per token, out of {known}")
+    add_rows(parser, f"only E experts, K per token; one of {known}")
     add_tokens(parser, "4096 on the CPU; 65536, 8192, 4096 and 256 on a GPU")
-    add_by(parser, BY, "all that are installed")
+    add_by(parser, BY, "all installed ones")
 
 
 class Operands(NamedTuple):
-    """torch's tensors that a routing reads: [T, E] logits and d_probs, [E] bias, [T, K] d_weights."""
+    """torch tensors that a routing reads: logits and d_probs [T, E], bias [E], d_weights [T, K]."""
 
     logits: Any
     bias: Any
@@ -63,7 +63,7 @@ class Operands(NamedTuple):
 
 
 def operands(case: RouterCase, T: int, dtype: str, device: str, seed: int = 0) -> Operands:
-    """Random operands; the bias and the weights' cotangent are float32."""
+    """Returns random operands. bias and d_weights are float32."""
     normal, normal_32 = (timing.normal_on(device, kind, seed) for kind in (dtype, "float32"))
     return Operands(
         logits=normal(T, case.E),
@@ -74,7 +74,7 @@ def operands(case: RouterCase, T: int, dtype: str, device: str, seed: int = 0) -
 
 
 def c_calls(case: RouterCase, given: Operands) -> dict[str, Callable[[], Any]]:
-    """Our calls through C, by the name of their column. The backward ones read what compact writes."""
+    """Returns our calls through C by column. The backward calls read the results of compact."""
     import torch
 
     (T, E), K = given.logits.shape, case.K
@@ -95,13 +95,13 @@ def c_calls(case: RouterCase, given: Operands) -> dict[str, Callable[[], Any]]:
     dense = {"probs": empty(T, E, kind=given.logits.dtype), "routing_map": empty(T, E, kind=torch.bool)}
     experts, lse = empty(T, K, kind=torch.int32), empty(T)
     statistics = {"tokens_per_expert": empty(E, kind=torch.int32), "score_sum": empty(E)}
-    wanted = statistics | {"weights": empty(T, K), "experts": experts, "lse": lse}
-    compact = c_call("router_forward", **forward, **wanted)
+    requested = statistics | {"weights": empty(T, K), "experts": experts, "lse": lse}
+    compact = c_call("router_forward", **forward, **requested)
     balanced = {}
     if case.balances:
         bins = {"qb_bin_bounds": torch.tensor([-1.0, 1.0]).to(lse.device)}
         bins["qb_histogram"] = empty(E, QB_BINS, kind=torch.int32)
-        balanced["balanced"] = c_call("router_forward", **forward, **wanted, **bins)
+        balanced["balanced"] = c_call("router_forward", **forward, **requested, **bins)
     d_score_sum = empty(E)
     loss = c_call(
         "load_balance_loss",
@@ -120,7 +120,7 @@ def c_calls(case: RouterCase, given: Operands) -> dict[str, Callable[[], Any]]:
     backward = shared | {"experts": experts, "d_logits": empty(T, E, kind=given.logits.dtype)}
     if case.score_function == "softmax":
         backward["lse"] = lse
-    with_loss()  # on the CPU a backward call may be timed before
+    with_loss()  # on the CPU a backward call may be timed before compact
     return {
         "dense": c_call("router_forward", **forward, **dense),
         "compact": compact,
@@ -133,7 +133,7 @@ def c_calls(case: RouterCase, given: Operands) -> dict[str, Callable[[], Any]]:
 
 
 def torch_calls(case: RouterCase, given: Operands) -> dict[str, Callable[[], Any]]:
-    """The dense form in torch, forward and backward."""
+    """Returns torch's calls of the dense form, forward and backward."""
     import contextlib
 
     import torch
@@ -154,7 +154,7 @@ def torch_calls(case: RouterCase, given: Operands) -> dict[str, Callable[[], Any
 
 
 def ours_dense(case: RouterCase, logits: Any, bias: Any) -> Any:
-    """Dense probabilities and byte map [T, E] through JAX; `bias` [E] is for cases that have one."""
+    """Computes dense probabilities and the byte map [T, E] through JAX. bias [E] is ignored for cases without one."""
     from anabranch.jax import fused_topk_with_score_function
 
     return fused_topk_with_score_function(
@@ -169,7 +169,7 @@ def ours_dense(case: RouterCase, logits: Any, bias: Any) -> Any:
 
 
 def ours_compact(case: RouterCase, logits: Any, bias: Any) -> Any:
-    """The routing of `ours_dense` from `route`, with all its statistics."""
+    """Computes the routing of `ours_dense` in compact form with `route`, with all statistics."""
     from anabranch.jax import route
 
     return route(
@@ -186,11 +186,11 @@ def ours_compact(case: RouterCase, logits: Any, bias: Any) -> Any:
 class JaxCall(NamedTuple):
     """A function to time through JAX.
 
-    function: of the operands of one call; what our custom calls write besides its results is written all the same.
-    arguments: their `timing.struct`s.
-    residuals: None, or the function of (logits, bias) that gives the arguments after the cotangent.
-    cotangent: which of the Operands comes first then.
-    calls: how many of them make a program.
+    function: a function of the operands of one call. Our custom calls write all their outputs, returned or not.
+    arguments: the `timing.struct`s of its operands.
+    residuals: None, or a function of (logits, bias) that returns the arguments after the cotangent.
+    cotangent: with residuals, the field of Operands that is the first argument.
+    calls: number of calls per program.
     """
 
     function: Callable[..., Any]
@@ -201,10 +201,10 @@ class JaxCall(NamedTuple):
 
 
 class JaxPrograms:
-    """Ours and XLA's routing, forward and backward, compiled for some cases."""
+    """Our routing and XLA's, forward and backward, compiled for given cases."""
 
     def __init__(self, cases: Mapping[RouterCase, int], T: int, dtype: str, device: str, by: Sequence[str]):
-        """Compiles everything; cases: of each, how many sets of operands there will be."""
+        """Compiles all programs. cases: number of operand sets per case."""
         self._device = device
         self._calls = {case: self._calls_of(case, T, dtype, by) for case in cases}
         programs: dict[Any, Any] = {}
@@ -229,7 +229,7 @@ class JaxPrograms:
         )
 
     def _calls_of(self, case: RouterCase, T: int, dtype: str, by: Sequence[str]) -> dict[str, JaxCall]:
-        """By the name of their column."""
+        """Returns the calls by column."""
         import jax
 
         from benchmarks.peers import xla
@@ -272,7 +272,7 @@ class JaxPrograms:
         return result
 
     def of(self, case: RouterCase, given: Sequence[Operands]) -> dict[str, timing.Program]:
-        """The programs of a case on these operands."""
+        """Returns the programs of a case on these operands."""
         if self._device == "cuda":
             timing.torch_on("cuda").cuda.synchronize()
         arrays = [Operands(*map(timing.as_jax, one)) for one in given]
@@ -288,7 +288,7 @@ class JaxPrograms:
 
 
 def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One row per dtype, number of tokens and routing.
+    """Yields one row per dtype, number of tokens and routing.
 
     Raises:
       ArgumentError: a routing of --rows is unknown.
@@ -299,7 +299,7 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for pair in options.rows or ():
         if pair not in known:
             expected = " ".join("{},{}".format(*k) for k in known)
-            raise ArgumentError("--rows: got {},{}, expected out of ".format(*pair) + expected)
+            raise ArgumentError("--rows: got {},{}, expected one of ".format(*pair) + expected)
     by = timing.available("router", options.by or BY, options.by is not None, device)
     chosen = [case for case in CASES if options.rows is None or case[:2] in options.rows]
     rate = timing.copy_rate(device)
@@ -317,7 +317,7 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 for make in [c_calls] * ("c" in by) + [torch_calls] * ("torch" in by):
                     made = [make(case, one) for one in given]
                     calls |= {name: [one[name] for one in made] for name in made[0]}
-                of_jax = {} if programs is None else programs.of(case, given)
+                case_programs = {} if programs is None else programs.of(case, given)
                 elements = T * case.E
                 yield {
                     "T": T,
@@ -325,7 +325,7 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     "K": case.K,
                     "score": str(case),
                     "dtype": dtype,
-                    **columns(timing.times_of(device, calls, of_jax, quick=quick)),
+                    **columns(timing.times_of(device, calls, case_programs, quick=quick)),
                     "dense floor": 1e6 * elements * (2 * size + 1) / rate,
                     "read floor": 1e6 * elements * size / rate,
                     "d floor": 1e6 * elements * 2 * size / rate,
@@ -334,7 +334,7 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def tables(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The rows as one table for the forward and one for the backward pass."""
+    """Returns one table for the forward pass and one for the backward pass."""
     what = ("T", "E", "K", "score", "dtype")
     forward = "dense, jax dense, torch, xla, x torch, x xla, dense floor, compact, jax compact, with loss, balanced"
     forward += ", read floor"

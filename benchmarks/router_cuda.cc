@@ -1,14 +1,20 @@
-// bench_router_cuda: the router of several builds of libanabranch_cuda.so on this machine's GPU, side by side.
+// bench_router_cuda: compares the routers of several builds of libanabranch_cuda.so on this machine's GPU.
 //
 //   bench_router_cuda [--tokens T]... [--rows E,K]... [--dtype bfloat16|float32] [--repeats N] LIBRARY...
 //
-// For every routing, number of tokens and call: microseconds with each library, the median of the repeats, and the
-// ratio to the first library's; "bits differ" where a library's outputs are not those of the first. Dense:
-// probabilities and byte map; compact: weights, experts, counts, score_sum, lse; plain: weights, experts and, for
-// softmax, lse, what a layer without losses trains with; d: backward from the cotangents of
-// dense probabilities, of weights, of weights and score_sum; balanced: compact with quantile balancing, where there is
-// a bias and no groups and the library knows it. A graph of calls on operands that are rotated past the L2 cache is
-// replayed with each library in turn, so that what changes from second to second changes all of them.
+// For every routing, number of tokens and call, prints the median microseconds of each library and the ratio to the
+// first library, and "bits differ" if its outputs differ from those of the first. Calls:
+//
+//   dense        probabilities and byte map
+//   compact      weights, experts, counts, score_sum, lse
+//   plain        weights, experts and, for softmax, lse: the training outputs of a layer without losses
+//   balanced     compact with quantile balancing, for routings with a bias and without groups, if all libraries have it
+//   d dense      backward from the cotangents of dense probabilities
+//   d compact    backward from the cotangents of weights
+//   d with loss  backward from the cotangents of weights and score_sum
+//
+// Calls run in graphs that rotate operands past the L2 cache. The libraries' replays are interleaved, so that drift of
+// the clock affects all of them.
 #include <cuda_runtime.h>
 #include <dlfcn.h>
 
@@ -60,7 +66,7 @@ const std::vector<Routing> kRoutings = {
     {384, 8, AB_SIGMOID, 1, true},
     {512, 10, AB_SOFTMAX, 0},
     {512, 32, AB_SIGMOID, 1, true},
-    // not in the aims: scores without a bias, a softmax with one, the function that costs most
+    // Scores without a bias, softmax with a bias, and the most expensive score function.
     {16, 1, AB_SIGMOID, 0},
     {64, 6, AB_SIGMOID, 1, true},
     {128, 8, AB_SIGMOID, 1},
@@ -68,7 +74,7 @@ const std::vector<Routing> kRoutings = {
     {384, 8, AB_SIGMOID, 1},
     {128, 8, AB_SOFTMAX, 1, true},
     {256, 8, AB_SQRTSOFTPLUS, 1, true},
-    // and shapes whose kernels are others
+    // Shapes that select other kernels.
     {16, 4},
     {32, 4},
     {160, 8, AB_SIGMOID, 1, true},
@@ -81,7 +87,7 @@ struct Library {
   decltype(&ab_router_forward) forward;
   decltype(&ab_router_forward_workspace) forward_workspace;
   decltype(&ab_router_backward) backward;
-  bool balances;  // knows quantile balancing
+  bool balances;  // supports quantile balancing
 
   explicit Library(const char* file) : path(file) {
     void* handle = dlopen(file, RTLD_NOW | RTLD_LOCAL);
@@ -93,12 +99,12 @@ struct Library {
     find("ab_cuda_router_forward", &forward);
     find("ab_cuda_router_forward_workspace", &forward_workspace);
     find("ab_cuda_router_backward", &backward);
-    balances = knows_balancing();
+    balances = supports_balancing();
   }
 
  private:
-  bool knows_balancing() const {
-    void* const memory = const_cast<std::string*>(&path);  // any
+  bool supports_balancing() const {
+    void* const memory = const_cast<std::string*>(&path);  // any non-null address
     const ab_tensor logits{memory, AB_FLOAT32, 2, {1, 2}, nullptr};
     const ab_tensor bias{memory, AB_FLOAT32, 1, {2}, nullptr};
     const ab_tensor histogram{memory, AB_INT32, 2, {2, 1}, nullptr};
@@ -110,13 +116,13 @@ struct Library {
     args.expert_bias = args.qb_bin_bounds = &bias;
     args.qb_histogram = &histogram;
     size_t bytes = 0;
-    return forward_workspace(&args, nullptr, &bytes).code == AB_OK;  // a query looks at no memory
+    return forward_workspace(&args, nullptr, &bytes).code == AB_OK;  // a query reads no tensor data
   }
 };
 
 constexpr int64_t kBins = 1000;
 
-// A tensor on the device.
+// A device tensor.
 class Tensor {
  public:
   Tensor(int32_t dtype, int64_t rows, int64_t columns = 0) : view_{nullptr, dtype, columns == 0 ? 1 : 2, {}, nullptr} {
@@ -244,7 +250,7 @@ void call(const Library& library, const std::string& name, const Routing& r, Set
   check(library.backward(&args, &exec));
 }
 
-// The graph of `calls` calls over the sets in turn.
+// Records a graph of `calls` calls that rotates through the sets.
 cudaGraphExec_t record(const Library& library, const std::string& name, const Routing& r,
                        std::vector<std::unique_ptr<Set>>& sets, int calls, const ab_exec& exec) {
   const auto stream = static_cast<cudaStream_t>(exec.stream);
@@ -296,7 +302,7 @@ struct Options {
     if (tokens.empty()) tokens = {65536, 8192, 4096, 256};
     if (libraries.empty()) fail("got no library, expected the path of at least one");
   }
-  bool wants(const Routing& r) const {
+  bool selects(const Routing& r) const {
     return rows.empty() || std::find(rows.begin(), rows.end(), std::pair(r.E, r.K)) != rows.end();
   }
 };
@@ -317,7 +323,7 @@ void compare(const Options& options, const std::vector<Library>& libraries, cons
   cudaEvent_t end;
   check(cudaEventCreate(&begin), "cudaEventCreate");
   check(cudaEventCreate(&end), "cudaEventCreate");
-  for (auto& set : sets) call(libraries[0], "compact", r, *set, exec);  // what the backward pass reads
+  for (auto& set : sets) call(libraries[0], "compact", r, *set, exec);  // writes the inputs of the backward pass
   for (const char* name : kCalls) {
     const bool balances = std::all_of(libraries.begin(), libraries.end(), [](const Library& l) { return l.balances; });
     if (!std::strcmp(name, "balanced") && (!r.bias || r.num_groups > 0 || !balances)) continue;
@@ -386,7 +392,7 @@ int main(int count, char** words) {
   for (const Library& library : libraries) std::printf("%s\n", library.path.c_str());
   for (const int64_t T : options.tokens) {
     for (const Routing& r : kRoutings) {
-      if (options.wants(r)) compare(options, libraries, r, T, normal, exec);
+      if (options.selects(r)) compare(options, libraries, r, T, normal, exec);
     }
   }
   return 0;

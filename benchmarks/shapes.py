@@ -1,4 +1,4 @@
-"""Routings and layers to time: their sizes, the work and memory that they need, and the experts of skewed tokens."""
+"""Routings and layers to time: sizes, FLOPs, bytes, and skewed expert assignments."""
 
 from typing import NamedTuple
 
@@ -8,7 +8,7 @@ from anabranch.checks import INDEX_LIMIT
 
 
 class RouterCase(NamedTuple):
-    """A routing to E experts, K per token; groups: how many there are, and how many of them a token selects."""
+    """A routing to E experts, K per token. groups: number of groups, and number of groups per token."""
 
     E: int
     K: int
@@ -19,7 +19,7 @@ class RouterCase(NamedTuple):
 
     @property
     def balances(self) -> bool:
-        """Whether quantile balancing can be combined with it."""
+        """Whether quantile balancing supports this routing."""
         return self.bias and not self.groups[0]
 
     def __str__(self) -> str:
@@ -41,7 +41,7 @@ class LayerShape(NamedTuple):
         return ",".join(map(str, self))
 
     def forward_flops(self) -> float:
-        """Of the three matrix products of every assignment: x W_gate, x W_up, a W_out.
+        """Returns the FLOPs of the three GEMMs: x W_gate, x W_up and a W_out for every assignment.
 
         >>> LayerShape(2, 3, 5, 4, 1).forward_flops()
         180.0
@@ -49,28 +49,28 @@ class LayerShape(NamedTuple):
         return 6.0 * self.T * self.K * self.D * self.F
 
     def backward_flops(self) -> float:
-        """Twice the forward pass: gradients of both operands of each product."""
+        """Returns twice the FLOPs of the forward pass: each GEMM has gradients of both operands."""
         return 2 * self.forward_flops()
 
     def weight_bytes(self, itemsize: int) -> int:
-        """Of gate, w_in and w_out."""
+        """Returns the bytes of gate, w_in and w_out."""
         return itemsize * self.D * self.E * (1 + 3 * self.F)
 
     def operand_bytes(self, itemsize: int) -> int:
-        """Of the weights, x and the output's cotangent."""
+        """Returns the bytes of the weights, x and the output's cotangent."""
         return self.weight_bytes(itemsize) + 2 * itemsize * self.T * self.D
 
     def step_bytes(self, itemsize: int) -> int:
-        """What forward and backward have to hold: operands, results and h.
+        """Returns the bytes that forward and backward must hold: operands, results and h.
 
-        Weights and x, their gradients, the output and its cotangent, and h [T K, 2, F], the only large array that has
-        to be kept between the passes.
+        These are weights and x, their gradients, the output and its cotangent, and h [T K, 2, F], the only large array
+        that must be saved for backward.
         """
         tokens, h = self.T * self.D, self.T * self.K * 2 * self.F
         return 2 * self.weight_bytes(itemsize) + itemsize * (4 * tokens + h)
 
 
-#: From narrow and fine-grained experts to wide and coarse ones.
+#: From many narrow experts to few wide ones.
 SHAPES = tuple(
     LayerShape(*sizes)
     for sizes in (
@@ -96,7 +96,7 @@ CPU_SHAPES = (
     LayerShape(2048, 512, 256, 128, 8),
 )
 
-#: One layer of models that people train.
+#: The layer of well-known models.
 NAMED = {
     "olmoe": LayerShape(32768, 2048, 1024, 64, 8),
     "qwen3-30b": LayerShape(32768, 2048, 768, 128, 8),
@@ -108,10 +108,10 @@ NAMED = {
 
 
 def parse_shape(text: str) -> LayerShape:
-    """A shape from its name or from "T,D,F,E,K".
+    """Parses a shape from its name or from "T,D,F,E,K".
 
     Raises:
-      ValueError: it is neither, or its sizes do not make a layer.
+      ValueError: the text is neither, or the sizes are invalid.
 
     >>> parse_shape("qwen3-30b").E, parse_shape("256,128,64,8,2").K
     (128, 2)
@@ -130,9 +130,9 @@ def parse_shape(text: str) -> LayerShape:
 
 
 def zipf_experts(shape: LayerShape, seed: int = 0) -> np.ndarray:
-    """K distinct experts per token, drawn in turn with shares 1 / (1 + e) (Zipf's law): int32 [T, K].
+    """Draws K distinct experts per token with shares 1 / (1 + e) (Zipf's law), without replacement: int32 [T, K].
 
-    Every expert has an exponential clock of that rate; the first K to ring are drawn.
+    Draws an exponential time with that rate for every expert and takes the K earliest.
     """
     T, _, _, E, K = shape
     clocks = np.random.default_rng(seed).standard_exponential((T, E), np.float32)

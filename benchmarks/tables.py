@@ -1,4 +1,4 @@
-"""Rows of a benchmark as columns of figures and as Markdown tables."""
+"""Formats the rows of a benchmark as columns and Markdown tables."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from benchmarks.timing import Timing
 
 
 def columns(times: Mapping[str, Timing]) -> dict[str, Any]:
-    """Microseconds by name; under "spread" the lowest and highest, see `Timing`, under "host bound" names."""
+    """Returns microseconds by name, "spread" (lowest and highest, see `Timing`) and "host bound" (names)."""
     return {
         **{name: 1e6 * timing.seconds for name, timing in times.items()},
         "spread": {name: [1e6 * timing.low, 1e6 * timing.high] for name, timing in times.items()},
@@ -16,7 +16,7 @@ def columns(times: Mapping[str, Timing]) -> dict[str, Any]:
 
 
 def shown(row: Mapping[str, Any], names: Sequence[str], ours: str, peers: tuple[str, str]) -> dict[str, Any]:
-    """A row for a table: the columns `names`; "x torch" and "x xla" are the times of the two peers over ours.
+    """Returns a row with the columns `names`. "x torch" and "x xla" are the times of the two peers divided by ours.
 
     >>> row = {"a": 2.0, "b": 5.0, "host bound": ["b"]}
     >>> shown(row, ["a", "b", "x torch", "x xla"], "a", ("b", "c"))
@@ -37,7 +37,7 @@ def shown(row: Mapping[str, Any], names: Sequence[str], ours: str, peers: tuple[
 
 
 def format_table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Rows as a Markdown table; numbers with three significant digits."""
+    """Formats rows as a Markdown table. Numbers have three significant digits."""
     rows = list(rows)
     if not rows:
         return "(no rows)"

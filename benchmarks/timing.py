@@ -1,6 +1,6 @@
-"""Timing: on the CPU batches of calls that take turns, on a GPU graphs and jitted programs over rotated operands.
+"""Timing: interleaved batches of calls on the CPU; graphs and jitted programs with rotated operands on a GPU.
 
-`times_of` is what most benchmarks call; below it stand the ways of timing on a GPU, and the rates of a copy.
+Most benchmarks call `times_of`. The functions below it time calls on a GPU and measure copy rates.
 """
 
 import concurrent.futures
@@ -26,10 +26,10 @@ MOST_EXECUTIONS = 30  # XLA allows 32 in flight
 class Timing(NamedTuple):
     """Seconds of one call.
 
-    On a GPU `seconds` is the median of the repeats, low and high are their 10th and 90th percentiles. On the CPU it
-    is the best of the repeats, which is low too, and high is their median.
+    On a GPU `seconds` is the median of the repeats, and low and high are the 10th and 90th percentiles. On the CPU
+    `seconds` and low are the best repeat, and high is the median.
 
-    host_bound: the device waited for the host's launches, so the operation itself takes less.
+    host_bound: the device waited for the host's launches, so the operation itself is faster.
     """
 
     seconds: float
@@ -39,14 +39,14 @@ class Timing(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A compiled `chained` program, and groups of operand sets: as many in each group as the program takes."""
+    """A compiled `chained` program, and groups of as many operand sets as the program takes."""
 
     run: Callable[[Any], Any]
     groups: Sequence[Sequence[Any]]
 
 
 def fits(program: Program) -> bool:
-    """Runs a program once; False: the device has too little memory for it."""
+    """Runs a program once. Returns False if the device runs out of memory."""
     import jax
 
     try:
@@ -66,15 +66,15 @@ def times_of(
     quick: bool = False,
     **settings: Any,
 ) -> dict[str, Timing]:
-    """Time of one call of each, by name.
+    """Times one call of each function and program.
 
     Args:
       device: "cpu" or "cuda".
-      calls: by name, calls on different operands. On the CPU they return when their work is done, and the first is
-        timed; on a GPU they enqueue work on torch's current stream.
-      programs: by name, jitted programs.
+      calls: calls on different operands, by name. On the CPU they are synchronous, and only the first is timed. On a
+        GPU they enqueue work on torch's current stream.
+      programs: jitted programs by name.
       quick: shorter and fewer repeats.
-      settings: of `seconds_of_each`, on a GPU alone.
+      settings: arguments of `seconds_of_each`; only used on a GPU.
     """
     programs = programs or {}
     if device == "cpu":
@@ -92,13 +92,13 @@ def _wait_for(program: Program) -> None:
 
 
 def interleaved(functions: Mapping[Any, Callable[[], Any]], *, seconds: float, repeats: int = 7) -> dict[Any, Timing]:
-    """Times each function on the CPU in batches that take turns: a slow minute of the machine hits all of them.
+    """Times functions on the CPU in interleaved batches, so that a slow phase of the machine affects all of them.
 
     Args:
-      functions: name to a call that returns when its work is done.
+      functions: synchronous calls by name.
       seconds: time for all repeats of one function. A function that needs longer for one call is timed once, after
         its warm-up.
-      repeats: batches of each function.
+      repeats: batches per function.
     """
     batches: dict[Any, int] = {}
     samples: dict[Any, list[float]] = {}
@@ -122,7 +122,7 @@ def interleaved(functions: Mapping[Any, Callable[[], Any]], *, seconds: float, r
 
 
 def summary(samples: Sequence[float], host_bound: bool = False) -> Timing:
-    """The Timing of at least two samples on a GPU.
+    """Returns the Timing of at least two GPU samples.
 
     >>> summary([1.0, 2.0, 3.0]).seconds
     2.0
@@ -133,7 +133,7 @@ def summary(samples: Sequence[float], host_bound: bool = False) -> Timing:
 
 @functools.cache
 def torch_on(device: str) -> Any:
-    """torch, which gives the benchmarks their operands, and on a GPU streams and graphs.
+    """Returns torch, which provides operands and, on a GPU, streams and graphs.
 
     Raises:
       BenchError: torch is not installed, or sees no GPU.
@@ -148,7 +148,7 @@ def torch_on(device: str) -> Any:
 
 
 def normal_on(device: str, dtype: str, seed: int) -> Callable[..., Any]:
-    """Draws torch's tensors of normal numbers: normal(*shape, scale=1.0)."""
+    """Returns normal(*shape, scale=1.0), which draws torch tensors of normal numbers."""
     torch = torch_on(device)
     generator = torch.Generator(device).manual_seed(seed)
 
@@ -161,7 +161,7 @@ def normal_on(device: str, dtype: str, seed: int) -> Callable[..., Any]:
 
 @functools.cache
 def jax_on(device: str) -> Any:
-    """jax, which on a GPU shares the memory with torch.
+    """Returns jax. On a GPU it shares the memory with torch.
 
     Raises:
       BenchError: jax is not installed, or sees no GPU.
@@ -171,7 +171,7 @@ def jax_on(device: str) -> Any:
     try:
         import jax
 
-        jax.devices(device)  # starts it
+        jax.devices(device)  # starts JAX
     except ImportError as error:
         raise BenchError(explain("a benchmark through JAX", error)) from error
     except RuntimeError as error:
@@ -181,17 +181,17 @@ def jax_on(device: str) -> Any:
 
 @functools.cache
 def capture_stream() -> Any:
-    """The stream that everything is captured on. What autograd replays in a graph must have run on it before."""
+    """Returns the stream for captures. Autograd must have run on it before its work is captured."""
     return torch_on("cuda").cuda.Stream()
 
 
 def sets_past_cache(device: str, bytes_of_one: int, least: int = 2) -> int:
-    """How many sets of operands to rotate on a GPU until the first has left the cache, at most MOST_SETS; 1 on a CPU.
+    """Returns how many operand sets to rotate so that each has left the GPU's cache before its next use; 1 on the CPU.
 
     Args:
       device: "cpu" or "cuda".
-      bytes_of_one: that a call reads and writes.
-      least: 1 where a call that reads and writes more than the cache holds finds nothing of its own there.
+      bytes_of_one: bytes that a call reads and writes.
+      least: the least number of sets. Pass 1 if a call larger than the cache finds none of its operands there.
 
     >>> [sets_past_cache("cuda", size) for size in (L2_BYTES, 1 << 40)], sets_past_cache("cuda", 1 << 40, least=1)
     ([2, 2], 1)
@@ -204,13 +204,13 @@ def sets_past_cache(device: str, bytes_of_one: int, least: int = 2) -> int:
 def seconds_of_each(
     calls: Sequence[Callable[[], Any]], *, repeats: int = REPEATS, least_calls: int = 20, seconds: float = 4e-3
 ) -> Timing:
-    """Time of one call in a CUDA graph that makes all `calls`.
+    """Times one call, in a CUDA graph of all `calls`.
 
     Args:
-      calls: enqueue work on torch's current stream; each on other operands.
+      calls: functions that enqueue work on torch's current stream, each on other operands.
       repeats: replays of the graph.
-      least_calls: calls of a graph, where that many take no more than `seconds`.
-      seconds: see there.
+      least_calls: calls per graph, if they take no more than `seconds`.
+      seconds: limit of the time per graph; see least_calls.
     """
     torch = torch_on("cuda")
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -225,7 +225,8 @@ def seconds_of_each(
     once = max(start.elapsed_time(end) * 1e-3, 1e-6)
     rounds = max(1, min(-(-least_calls // len(calls)), int(seconds / once)))
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=capture_stream(), capture_error_mode="thread_local"):  # XLA has threads too
+    # "thread_local", because XLA's threads may call CUDA during the capture.
+    with torch.cuda.graph(graph, stream=capture_stream(), capture_error_mode="thread_local"):
         for _ in range(rounds):
             for call in calls:
                 call()
@@ -242,12 +243,12 @@ def seconds_of_each(
 
 
 def seconds_of_calls(calls: Sequence[Callable[[], Any]], *, repeats: int = REPEATS, seconds: float = 40e-3) -> Timing:
-    """Time of one call as eager code makes it, with the device's queue full.
+    """Times one eager call with the device's queue full.
 
     Args:
-      calls: enqueue work on torch's current stream; each on other operands.
-      repeats: batches of calls, timed by the host's clock from the first to the end of the last.
-      seconds: a batch takes at least that long.
+      calls: functions that enqueue work on torch's current stream, each on other operands.
+      repeats: batches of calls, timed by the host's clock from the first launch to the end of the last call.
+      seconds: the least time per batch.
     """
     torch = torch_on("cuda")
 
@@ -261,32 +262,32 @@ def seconds_of_calls(calls: Sequence[Callable[[], Any]], *, repeats: int = REPEA
         torch.cuda.synchronize()
         return time.perf_counter() - start, enqueued - start
 
-    for _ in range(3):  # also what is compiled or captured on the way
+    for _ in range(3):  # also compiles or captures, if the call does
         once = batch(1)[0]
     rounds = max(2, math.ceil(seconds / once))
-    return _of_batches([batch(rounds) for _ in range(repeats)], rounds * len(calls))
+    return _batch_timing([batch(rounds) for _ in range(repeats)], rounds * len(calls))
 
 
-def _of_batches(batches: Sequence[tuple[float, float]], calls: int) -> Timing:
-    """Of batches of `calls` calls: seconds until the work was done, and until it was enqueued."""
+def _batch_timing(batches: Sequence[tuple[float, float]], calls: int) -> Timing:
+    """Returns the Timing of batches of `calls` calls. A batch is (seconds until completion, seconds until enqueued)."""
     host_bound = statistics.median(enqueued / total for total, enqueued in batches) > 0.9
     return summary([total / calls for total, _ in batches], host_bound)
 
 
 def host_seconds(call: Callable[[], Any], *, calls: int, repeats: int = REPEATS) -> float | None:
-    """Median time until a call returns while the device is busy with something else.
+    """Returns the median time until a call returns while the device is busy with other work.
 
-    None: the device never stayed busy until the end, so the call waits for it.
+    Returns None if the device never stayed busy until the end, because then the call waits for the device.
 
     Args:
-      call: enqueues work on torch's current stream, after the first time without waiting for it.
-      calls: of a repeat; few enough that the queue has room for what they enqueue.
-      repeats: how often the device is made busy.
+      call: enqueues work on torch's current stream. After its first run it must not wait for the device.
+      calls: calls per repeat; few enough that their work fits into the queue.
+      repeats: number of samples.
     """
     torch = torch_on("cuda")
     done = torch.cuda.Event()
     samples: list[float] = []
-    cycles, tries = 50_000_000, 5  # some 25 ms, up to 400
+    cycles, tries = 50_000_000, 5  # about 25 ms, at most 400 ms
     call()
     while len(samples) < repeats and tries > 0:
         torch.cuda.synchronize()
@@ -296,7 +297,7 @@ def host_seconds(call: Callable[[], Any], *, calls: int, repeats: int = REPEATS)
         for _ in range(calls):
             call()
         taken = time.perf_counter() - start
-        if done.query():  # what was measured may be the device
+        if done.query():  # the measured time may be the device's
             cycles, tries = 2 * cycles, tries - 1
         else:
             samples.append(taken / calls)
@@ -305,7 +306,7 @@ def host_seconds(call: Callable[[], Any], *, calls: int, repeats: int = REPEATS)
 
 
 def copy_rate(device: str) -> float:
-    """Bytes read and written per second by a large copy: within the GPU's memory, or by all threads of the CPU."""
+    """Returns bytes read and written per second by a large copy, in GPU memory or by all CPU threads."""
     return _gpu_copy_rate() if device == "cuda" else _cpu_copy_rate()
 
 
@@ -314,7 +315,7 @@ def _gpu_copy_rate(size: int = 1 << 30) -> float:
     torch = torch_on("cuda")
     source = torch.randn(size // 4, device="cuda")
     target = torch.empty_like(source)
-    # By a kernel: a copy inside a graph may go through the copy engines, which are slower.
+    # Use a kernel, because a copy inside a graph may use the copy engines, which are slower.
     return 2 * size / seconds_of_each([lambda: torch.neg(source, out=target)], least_calls=5).seconds
 
 
@@ -328,30 +329,30 @@ def _cpu_copy_rate(size: int = 1 << 27, repeats: int = 9) -> float:
     with concurrent.futures.ThreadPoolExecutor(threads) as pool:
         for _ in range(repeats):
             start = time.perf_counter()
-            list(pool.map(np.copyto, target, source))  # numpy releases the lock while it copies
+            list(pool.map(np.copyto, target, source))  # numpy releases the GIL while it copies
             best = min(best, time.perf_counter() - start)
     return 2 * source.size / best
 
 
 def struct(device: str, *shape: int, dtype: str) -> Any:
-    """The jax.ShapeDtypeStruct of an array on the device."""
+    """Returns the jax.ShapeDtypeStruct of an array on the device."""
     jax = jax_on(device)
     sharding = jax.sharding.SingleDeviceSharding(jax.devices(device)[0])
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
 
 
 def as_jax(tensor: Any) -> Any:
-    """torch's tensor as an array of JAX: the memory itself, where JAX can share it."""
+    """Returns a torch tensor as a JAX array, without a copy where JAX can share the memory."""
     import jax
 
     return jax.dlpack.from_dlpack(tensor.detach())
 
 
 def chained(function: Callable[..., Any]) -> Callable[[Sequence[Sequence[Any]]], list[Any]]:
-    """A function of many sets of operands that calls `function` on one after the other.
+    """Returns a function of many operand sets that calls `function` on each in sequence.
 
-    A barrier makes each call wait for the one before it: XLA would otherwise run kernels of different calls as one, or
-    side by side. What depends on no operand, such as zeros to scatter into, it still makes for all calls at once.
+    A barrier makes each call wait for the previous one, because XLA would otherwise fuse kernels of different calls or
+    run them concurrently. Values that depend on no operand, such as zeros to scatter into, are still computed once.
     """
     import jax
 
@@ -367,10 +368,10 @@ def chained(function: Callable[..., Any]) -> Callable[[Sequence[Sequence[Any]]],
 
 
 def compile_all(programs: Mapping[Hashable, tuple[Callable[..., Any], Any]]) -> dict[Hashable, Callable[..., Any]]:
-    """Jits functions for operands of given shapes, many at a time.
+    """Compiles functions for operands of given shapes, many at a time.
 
     Args:
-      programs: by name, a function of one argument and that argument with `struct`s for arrays.
+      programs: by name, a function of one argument, and that argument with `struct`s instead of arrays.
 
     Returns:
       The compiled programs by name.
@@ -384,7 +385,7 @@ def compile_all(programs: Mapping[Hashable, tuple[Callable[..., Any], Any]]) -> 
 
 
 def groups_of(sets: Sequence[Any], size: int) -> list[list[Any]]:
-    """All sets in groups of `size`, the last filled up from the front.
+    """Splits the sets into groups of `size`. Fills the last group up with sets from the front.
 
     >>> groups_of([1, 2, 3], 2)
     [[1, 2], [3, 1]]
@@ -400,25 +401,25 @@ def seconds_of_program(
     seconds: float = 4e-3,
     executions: tuple[int, int] = (4, MOST_EXECUTIONS),
 ) -> Timing:
-    """Time of one call of a compiled `chained` program, with the device's queue full.
+    """Times one call of a compiled `chained` program with the device's queue full.
 
     Args:
-      program: takes one of `groups`.
-      groups: sets of operands, as many in each as the program takes; executions take the groups in turn.
-      repeats: batches of executions, timed by the host's clock from the first to the end of the last.
-      seconds: a batch takes at least that long, if `executions` allows it.
-      executions: the fewest and the most of a batch.
+      program: a function of one of `groups`.
+      groups: groups of as many operand sets as the program takes; executions rotate through the groups.
+      repeats: batches of executions, timed by the host's clock from the first launch to the end of the last execution.
+      seconds: the least time per batch, within the limits of `executions`.
+      executions: the fewest and the most executions per batch.
     """
     import jax
 
-    turn = itertools.cycle(groups)
+    rotation = itertools.cycle(groups)
 
     def batch(size: int) -> tuple[float, float]:
         start = time.perf_counter()
         results = None
         for _ in range(size):
-            del results  # the next execution takes its memory, and XLA's command buffers stay as they are
-            results = program(next(turn))
+            del results  # the next execution reuses the memory, so XLA need not update its command buffers
+            results = program(next(rotation))
         enqueued = time.perf_counter()
         jax.block_until_ready(results)
         return time.perf_counter() - start, enqueued - start
@@ -427,24 +428,24 @@ def seconds_of_program(
     fewest, most = executions
     once = batch(fewest)[0] / fewest
     size = min(max(fewest, math.ceil(seconds / once)), most)
-    return _of_batches([batch(size) for _ in range(repeats)], size * len(groups[0]))
+    return _batch_timing([batch(size) for _ in range(repeats)], size * len(groups[0]))
 
 
-def available(operation: str, by: Sequence[str], asked: bool, device: str) -> list[str]:
-    """The implementations to time; without those through JAX if it is missing and nobody asked for them by name.
+def available(operation: str, by: Sequence[str], requested: bool, device: str) -> list[str]:
+    """Returns the implementations to time. Without JAX, omits those through JAX unless they were requested by name.
 
     Raises:
-      BenchError: torch, or JAX that was asked for, is missing or sees no GPU.
+      BenchError: torch, or JAX if it was requested, is missing or sees no GPU.
     """
     torch_on(device)
-    of_jax = [name for name in by if name.startswith("jax") or name in ("xla", "ragged-dot")]
-    if not of_jax:
+    through_jax = [name for name in by if name.startswith("jax") or name in ("xla", "ragged-dot")]
+    if not through_jax:
         return list(by)
     try:
         jax_on(device)
     except BenchError as error:
-        if asked:
+        if requested:
             raise
-        print(f"{operation}: without {', '.join(of_jax)}: {error}", file=sys.stderr)
-        return [name for name in by if name not in of_jax]
+        print(f"{operation}: without {', '.join(through_jax)}: {error}", file=sys.stderr)
+        return [name for name in by if name not in through_jax]
     return list(by)

@@ -1,4 +1,4 @@
-"""The layer in torch, eager, compiled and in CUDA graphs: ours beside grouped products and transformers' experts."""
+"""The layer in torch: eager, compiled and in CUDA graphs; ours against grouped_mm and transformers' experts."""
 
 import argparse
 import contextlib
@@ -15,25 +15,24 @@ from benchmarks.peers import transformers
 from benchmarks.processes import as_bench_errors, rows_or_error
 from benchmarks.shapes import NAMED, LayerShape
 
-CAPTION = """from x [T, D] to the output; forward, and both: forward and backward, of x and of all weights. moe, MoE:
-ours, the function and the module; grouped_mm: topk, sort, torch's grouped products, index_add; hf-...: Qwen3-MoE's
-layer of transformers with that implementation of its experts. compiled: torch.compile with fullgraph. x: the time over
-that of moe called alike.
+CAPTION = """from x [T, D] to the output. both: forward and backward, with gradients of x and all weights. moe, MoE:
+ours, the function and the module; grouped_mm: topk, sort, torch's grouped_mm, index_add; hf-...: the Qwen3-MoE layer of
+transformers with that implementation of its experts. compiled: torch.compile with fullgraph. x: the time divided by
+that of moe in the same mode.
 
-On a GPU also fp8: moe with precision="fp8", which quantises the experts in each pass; fp8-kept: with experts that were
-quantised before; jax: ours through JAX, under jit, as the benchmark `layer` has it. eager, compiled and
-reduce-overhead: many calls with the queue full, by the host's clock. graph: captured by hand, by events; x of jit and
-reduce-overhead is over that of moe's graph. host: until a call returns while the device is busy with something else;
--: it waits for the device, or is a graph. path: which of our kernels the experts ran on. Medians; each implementation
-in a process of its own.
+On a GPU also fp8: moe with precision="fp8", which quantises the experts in each pass; fp8-kept: with experts that are
+quantised once; jax: ours through JAX under jit, as in the benchmark `layer`. eager, compiled and reduce-overhead: many
+calls with the queue full, by the host's clock. graph: captured explicitly, timed by events. For jit and
+reduce-overhead, x compares with moe's graph. host: time until a call returns while the device is busy with other work;
+-: the call waits for the device, or is a graph. path: our kernels that the experts ran on. Medians; each implementation
+runs in its own process.
 
-On the CPU the best of the repeats, which take turns; host: time of a call on a layer with next to nothing to compute,
-(8,16,16,8,2), by one thread"""
+On the CPU: best of interleaved repeats; host: time of a call on a tiny layer (8,16,16,8,2) with one thread"""
 
 EAGER, COMPILED, GRAPH, REDUCE, JIT = "eager", "compiled", "graph", "reduce-overhead", "jit"
 PASSES = ("forward", "both")
-#: How each layer is called on a GPU; on the CPU eager and compiled. "reduce-overhead" would copy the weights that a
-#: function is given at every call, not the parameters of a module.
+#: The modes of each layer on a GPU; on the CPU only eager and compiled. "reduce-overhead" copies the weights that are
+#: passed to a function at every call, but not the parameters of a module, so only the module has that mode.
 MODES = {
     "moe": (EAGER, COMPILED, GRAPH),
     "MoE": (EAGER, COMPILED, GRAPH, REDUCE),
@@ -46,7 +45,7 @@ MODES = {
     "jax": (JIT,),
 }
 FP8 = ("fp8", "fp8-kept")
-#: Those whose experts are ours.
+#: Implementations whose experts are ours.
 OURS = ("moe", "MoE", *FP8)
 
 DEVICES = ("cpu", "cuda")
@@ -62,17 +61,17 @@ _HOST_CALLS = 10
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The options of this benchmark alone."""
+    """Adds the options of this benchmark."""
     add_shapes(parser, "two small ones on the CPU, qwen3-30b with T = 8192 and 32768 on a GPU")
-    add_by(parser, BY["cuda"], "all that are installed")
+    add_by(parser, BY["cuda"], "all installed ones")
 
 
 class Layer(NamedTuple):
-    """A layer on its operands.
+    """A layer and its operands.
 
-    function: of the tokens, the output.
-    leaves: the tensors whose gradients are wanted: the tokens first.
-    d_out: the output's cotangent.
+    function: computes the output from the tokens.
+    leaves: the tensors to differentiate: the tokens first.
+    d_out: the cotangent of the output.
     """
 
     function: Callable[[Any], Any]
@@ -80,14 +79,14 @@ class Layer(NamedTuple):
     d_out: Any
 
     def forward(self) -> Any:
-        """The output, without a graph."""
+        """Returns the output, without an autograd graph."""
         import torch
 
         with torch.no_grad():
             return self.function(self.leaves[0])
 
     def both(self) -> tuple[Any, ...]:
-        """The output and the gradients of the leaves."""
+        """Returns the output and the gradients of the leaves."""
         import torch
 
         output = self.function(self.leaves[0])
@@ -95,7 +94,7 @@ class Layer(NamedTuple):
 
 
 def make(by: str, shape: LayerShape, given: Operands) -> Layer:
-    """A layer by its name in MODES, on the values of operands whose experts are not given."""
+    """Returns the layer `by`, a name in MODES, on the values of operands without given experts."""
     from anabranch.torch import MoE, moe, quantize_experts
     from benchmarks.peers import torch as eager
 
@@ -112,7 +111,7 @@ def make(by: str, shape: LayerShape, given: Operands) -> Layer:
         function = functools.partial(eager.layer, topk=shape.K) if by == "grouped_mm" else ours
         return Layer(lambda tokens: function(tokens, *weights), (x.requires_grad_(), *weights), given.d_out)
     _, D, F, E, _ = shape
-    state = {  # as checkpoints have them
+    state = {  # names and layouts of checkpoints
         "gate.weight": gate.T.contiguous(),
         "gate_up_proj": w_in.permute(0, 2, 3, 1).reshape(E, 2 * F, D).contiguous(),
         "down_proj": w_out.transpose(1, 2).contiguous(),
@@ -129,31 +128,34 @@ def make(by: str, shape: LayerShape, given: Operands) -> Layer:
     return Layer(lambda tokens: module(tokens[None])[0], leaves, given.d_out)
 
 
-def implementations(asked: Sequence[str] | None, device: str) -> list[str]:
-    """What --by names, each once; None: all that are installed, and what is not is said.
+def implementations(requested: Sequence[str] | None, device: str) -> list[str]:
+    """Returns the names of --by without repeats. For None, returns all installed ones and prints the missing ones.
 
     Raises:
-      ArgumentError: it is not for this device.
+      ArgumentError: an implementation does not support this device.
       BenchError: torch or transformers is not installed.
     """
     timing.torch_on(device)
-    wanted = list(dict.fromkeys(asked or BY[device]))
-    for by in wanted:
+    names = list(dict.fromkeys(requested or BY[device]))
+    for by in names:
         if by not in BY[device]:
             raise ArgumentError(f"--by: got {by} with torch on {device}, expected {', '.join(BY[device])}")
-    lacking = [] if transformers.installed() else [by for by in wanted if by.startswith("hf-")]
-    if lacking and asked is not None:
+    lacking = [] if transformers.installed() else [by for by in names if by.startswith("hf-")]
+    if lacking and requested is not None:
         raise BenchError(f"--by: got {', '.join(lacking)}, expected transformers to be installed")
     if lacking:
         print(f"torch: without {', '.join(lacking)}: transformers is not installed", file=sys.stderr)
-    return [by for by in wanted if by not in lacking]
+    return [by for by in names if by not in lacking]
 
 
 def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """One row per shape, dtype, implementation and mode; on a GPU one implementation of one shape in this process.
+    """Yields one row per shape, dtype, implementation and mode.
+
+    On a GPU a single case is measured in this process, several cases in one process each.
 
     Raises:
-      BenchError: an argument is wrong, or this machine lacks something. On a GPU a failure has a row with `error`.
+      BenchError: an argument is invalid, or this machine lacks something. Of several GPU cases, a failed one has a row
+        with `error`.
     """
     device = options.device
     chosen = implementations(options.by, device)
@@ -196,7 +198,7 @@ def _calls_on_cpu(by: str, mode: str, shape: LayerShape, dtype: str) -> dict[str
 
 
 def _host_on_cpu(by: str, mode: str, dtype: str) -> dict[str, float]:
-    """Seconds of a call on the tiny layer by one thread."""
+    """Returns seconds per call on the tiny layer with one thread."""
     import torch
 
     threads = torch.get_num_threads()
@@ -216,11 +218,11 @@ def _rows_on_gpu(cases: Sequence[tuple[LayerShape, str]], quick: bool) -> Iterat
             continue
         failed = row(shape, "bfloat16", by, JIT if by == "jax" else EAGER, "cuda")
         for found in rows_or_error("layer" if by == "jax" else "torch", flags, failed):
-            yield _of_layer(found) if by == "jax" and "error" not in found else found
+            yield _from_layer_row(found) if by == "jax" and "error" not in found else found
 
 
-def _of_layer(found: Mapping[str, Any]) -> dict[str, Any]:
-    """The row of the benchmark `layer` as one of this benchmark."""
+def _from_layer_row(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Converts a row of the benchmark `layer` to a row of this benchmark."""
     shape = LayerShape(*map(int, found["T,D,F,E,K"].split(",")))
     times = {}
     for name in PASSES:
@@ -231,7 +233,7 @@ def _of_layer(found: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _measure(shape: LayerShape, by: str, repeats: int) -> Iterator[dict[str, Any]]:
-    """The rows of one implementation, one per mode. The process should have done nothing on the device before."""
+    """Yields the rows of one implementation, one per mode. The process should not have used the device before."""
     torch = timing.torch_on("cuda")
     layouts = ("pfd", "df") if by == "MoE" else ()
     path = figures.experts_path(shape, "bfloat16", *layouts) if by in OURS else None
@@ -239,19 +241,19 @@ def _measure(shape: LayerShape, by: str, repeats: int) -> Iterator[dict[str, Any
         times, host, notes = {}, {}, []
         for name in PASSES:
             try:
-                times[name], of_host = _times(shape, by, mode, name, repeats)
+                times[name], host_time = _times(shape, by, mode, name, repeats)
             except torch.cuda.OutOfMemoryError:
                 notes.append(f"{name}: out of memory")
                 continue
-            if of_host is not None:
-                host[name] = of_host
+            if host_time is not None:
+                host[name] = host_time
             if times[name].host_bound:
-                notes.append(f"{name}: the host is the limit")
+                notes.append(f"{name}: bound by the host")
         yield row(shape, "bfloat16", by, mode, "cuda", times, host_seconds=host, path=path, note="; ".join(notes))
 
 
 def _times(shape: LayerShape, by: str, mode: str, name: str, repeats: int) -> tuple[timing.Timing, float | None]:
-    """Of a call in a mode, and of the host until it returns; a graph's replay has no such calls."""
+    """Returns the time of a call in a mode, and the host's time until it returns; None for a graph."""
     torch = timing.torch_on("cuda")
     count = timing.sets_past_cache("cuda", shape.operand_bytes(2), least=1)
     layers = [make(by, shape, operands(shape, "bfloat16", "uniform", "cuda", seed)) for seed in range(count)]
@@ -262,13 +264,13 @@ def _times(shape: LayerShape, by: str, mode: str, name: str, repeats: int) -> tu
     if mode == GRAPH:
         return timing.seconds_of_each(calls, repeats=repeats, seconds=40e-3), None
     if mode == REDUCE:
-        calls = [_as_a_step(call) for call in calls]
+        calls = [_mark_step(call) for call in calls]
     timed = timing.seconds_of_calls(calls, repeats=repeats)
     return timed, timing.host_seconds(calls[0], calls=_HOST_CALLS, repeats=repeats)
 
 
-def _as_a_step(call: Callable[[], Any]) -> Callable[[], Any]:
-    """The call as a step by itself, whose results the next one may overwrite."""
+def _mark_step(call: Callable[[], Any]) -> Callable[[], Any]:
+    """Returns the call as a separate CUDA graph step, whose results the next step may overwrite."""
 
     def step() -> Any:
         timing.torch_on("cuda").compiler.cudagraph_mark_step_begin()
@@ -289,7 +291,7 @@ def row(
     path: str | None = None,
     note: str = "",
 ) -> dict[str, Any]:
-    """A row for the JSON file: milliseconds and rates of PASSES, and microseconds of the host; None: not measured."""
+    """Returns a row for the JSON file: milliseconds and rates of PASSES, host microseconds; None: not measured."""
     times, host_seconds = times or {}, host_seconds or {}
     seconds = {name: times[name].seconds if name in times else None for name in PASSES}
     return {
@@ -306,9 +308,9 @@ def row(
 
 
 def with_ratios(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The rows with "x forward" and "x both": their times over those of moe, called alike, that came before.
+    """Adds "x forward" and "x both": the row's times divided by those of the earlier row of moe in the same mode.
 
-    MoE in "reduce-overhead" and a program of JAX's are compared with moe in a graph.
+    MoE in "reduce-overhead" and JAX programs are compared with moe in a graph.
 
     >>> def of(by, mode, seconds):
     ...     return row(_TINY, "float32", by, mode, "cpu", {"both": timing.Timing(seconds, seconds, seconds)})
@@ -325,13 +327,13 @@ def with_ratios(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         ours = base.get((*case, like), {})
         ratios = {}
         for name in PASSES:
-            time, of_moe = found[f"{name} ms"], ours.get(f"{name} ms")
-            ratios[f"x {name}"] = time / of_moe if time is not None and of_moe is not None else None
+            time, base_time = found[f"{name} ms"], ours.get(f"{name} ms")
+            ratios[f"x {name}"] = time / base_time if time is not None and base_time is not None else None
         yield found | ratios
 
 
 def tables(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The rows as one table, with paths if there are any."""
-    hidden = ("spread", "note", *(["path"] if not any(found["path"] for found in rows) else []))
-    names = [name for name in (rows[0] if rows else ()) if name not in hidden]
+    """Returns the rows as one table, with paths if there are any."""
+    excluded = ("spread", "note", *(["path"] if not any(found["path"] for found in rows) else []))
+    names = [name for name in (rows[0] if rows else ()) if name not in excluded]
     return {"": [{name: found[name] for name in (*names, "note")} for found in rows]}

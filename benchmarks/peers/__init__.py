@@ -1,1 +1,1 @@
-"""What others write for the same computation: plain JAX, eager torch, transformers, SonicMoE."""
+"""The same computation by others: plain JAX, eager torch, transformers, SonicMoE."""

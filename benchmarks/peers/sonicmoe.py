@@ -1,4 +1,4 @@
-"""The whole layer on a GPU by SonicMoE (the package sonic-moe), which has kernels for torch on Hopper."""
+"""The whole layer by SonicMoE (package sonic-moe), which has torch kernels for Hopper."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,12 +8,12 @@ from benchmarks.layer_torch import Operands
 
 
 def calls(given: Operands, topk: int) -> dict[str, Callable[[], Any]]:
-    """The forward pass for inference, which keeps nothing, and forward and backward: the output and the gradients.
+    """Returns the calls "forward" (inference, saves no residuals) and "both" (the output and the gradients).
 
-    Each is called once here: every product then searches for its fastest kernel, which takes seconds to minutes.
+    Calls each once, because every GEMM then searches for its fastest kernel, which takes seconds to minutes.
 
     Raises:
-      ArgumentError: experts are given, which its layer does not take.
+      ArgumentError: experts are given, which its layer does not support.
       BenchError: the package is not installed.
     """
     by_name = _calls(given, topk)
@@ -26,7 +26,9 @@ def _calls(given: Operands, topk: int) -> dict[str, Callable[[], Any]]:
     import torch
 
     if given.experts is not None:
-        raise ArgumentError("--routing: got zipf with --by sonicmoe, expected uniform: it takes no given experts")
+        raise ArgumentError(
+            "--routing: got zipf with --by sonicmoe, expected uniform: it does not support given experts"
+        )
     try:
         from sonicmoe import moe_TC_softmax_topk_layer
     except ImportError as error:
@@ -35,7 +37,7 @@ def _calls(given: Operands, topk: int) -> dict[str, Callable[[], Any]]:
     x, gate, w_in, w_out = (leaf.detach() for leaf in given.leaves)
     E, D, _, F = w_in.shape
     router = gate.T.contiguous()
-    up = w_in.permute(0, 3, 2, 1).reshape(E, 2 * F, D).contiguous()  # a column's gate and up next to each other
+    up = w_in.permute(0, 3, 2, 1).reshape(E, 2 * F, D).contiguous()  # interleave gate and up
     down = w_out.transpose(1, 2).contiguous()
     leaves = tuple(leaf.requires_grad_() for leaf in (x, router, up, down))
 
@@ -49,7 +51,7 @@ def _calls(given: Operands, topk: int) -> dict[str, Callable[[], Any]]:
             down.permute(1, 2, 0),
             None,
             topk,
-            stream_id=0,  # read nowhere
+            stream_id=0,  # unused
             is_inference_mode_enabled=inference,
         )[0]
 

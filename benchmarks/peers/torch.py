@@ -1,4 +1,4 @@
-"""Routing, plan, dispatch and the layer as users of eager torch write them, on the device of the arguments."""
+"""Routing, plan, dispatch and the layer in eager torch, as users write them, on the device of the arguments."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,7 +7,7 @@ from benchmarks.shapes import RouterCase
 
 
 def dense(case: RouterCase, logits: Any, bias: Any) -> tuple[Any, Any]:
-    """Dense probabilities and byte map as torch users write them: topk and scatter, on the device of the logits."""
+    """Computes dense probabilities and the byte map with topk and scatter."""
     import torch
 
     z = logits.float()
@@ -15,10 +15,10 @@ def dense(case: RouterCase, logits: Any, bias: Any) -> tuple[Any, Any]:
     scores = z if softmax and case.normalize else torch.softmax(z, -1) if softmax else torch.sigmoid(z)
     with torch.no_grad():
         keys = scores + bias.float() if case.bias else z
-        groups, kept = case.groups
+        groups, group_topk = case.groups
         if groups:
             grouped = keys.view(-1, groups, case.E // groups)
-            best = grouped.topk(case.K // kept, dim=-1)[0].sum(-1).topk(kept, dim=-1)[1]
+            best = grouped.topk(case.K // group_topk, dim=-1)[0].sum(-1).topk(group_topk, dim=-1)[1]
             keep = torch.zeros(grouped.shape[:2], dtype=torch.bool, device=z.device).scatter(1, best, True)
             keys = grouped.masked_fill(~keep[..., None], float("-inf")).view_as(z)
         experts = keys.topk(case.K, dim=-1)[1]
@@ -30,7 +30,7 @@ def dense(case: RouterCase, logits: Any, bias: Any) -> tuple[Any, Any]:
 
 
 def plan(experts: Any, num_experts: int) -> tuple[Any, Any, Any, Any]:
-    """What `xla.plan` returns; row_of_slot and slot_of_row are int64, as torch.sort gives them."""
+    """Computes the same as `xla.plan`. row_of_slot and slot_of_row are int64, as torch.sort returns them."""
     import torch
 
     keys, slot_of_row = experts.flatten().sort(stable=True)
@@ -42,7 +42,7 @@ def plan(experts: Any, num_experts: int) -> tuple[Any, Any, Any, Any]:
 
 
 def dispatch(experts: Any) -> dict[str, Callable[..., Any]]:
-    """Dispatch, combine and their backward passes for a routing to experts [T, K]; see `benchmarks.dispatch`."""
+    """Returns dispatch, combine and their backward passes for experts [T, K]; see `benchmarks.dispatch`."""
     import torch
 
     T, K = experts.shape
@@ -69,9 +69,9 @@ def dispatch(experts: Any) -> dict[str, Callable[..., Any]]:
 
 
 def network(x: Any, w_in: Any, w_out: Any, token: Any, ends: Any) -> Any:
-    """SwiGLU experts by grouped products on rows that are grouped by expert; row r reads x[token[r]].
+    """Computes SwiGLU experts with grouped GEMMs on rows grouped by expert. Row r reads x[token[r]].
 
-    ends: int32 [E], where the rows of each expert end.
+    ends: int32 [E], the end of each expert's rows.
     """
     import torch
 
@@ -81,10 +81,10 @@ def network(x: Any, w_in: Any, w_out: Any, token: Any, ends: Any) -> Any:
 
 
 def grouped_mm(a: Any, b: Any, ends: Any) -> Any:
-    """torch's product of rows with the matrix of their expert.
+    """Calls torch's grouped GEMM.
 
     Raises:
-      NotImplementedError: this torch has none.
+      NotImplementedError: this version of torch has no grouped_mm.
     """
     import torch
 
@@ -95,7 +95,7 @@ def grouped_mm(a: Any, b: Any, ends: Any) -> Any:
 
 
 def select(x: Any, gate: Any, experts: Any, *, topk: int) -> tuple[Any, Any]:
-    """Weights and experts [T, K], int64: the best ones where none are given."""
+    """Returns weights and experts [T, K]. Selects the top K if experts is None. Experts are int64."""
     import torch
 
     logits = (x @ gate).float()
@@ -107,7 +107,7 @@ def select(x: Any, gate: Any, experts: Any, *, topk: int) -> tuple[Any, Any]:
 
 
 def layer(x: Any, gate: Any, w_in: Any, w_out: Any, experts: Any = None, *, topk: int) -> Any:
-    """topk, a stable sort, two grouped products and index_add; nothing waits for the host.
+    """Computes the layer with topk, a stable sort, two grouped GEMMs and index_add, without host synchronisation.
 
     Args:
       x: [T, D].
@@ -118,7 +118,7 @@ def layer(x: Any, gate: Any, w_in: Any, w_out: Any, experts: Any = None, *, topk
       topk: K.
 
     Returns:
-      [T, D]; autograd gives the gradients.
+      The output [T, D]. It is differentiable.
     """
     import torch
 
@@ -134,7 +134,7 @@ def layer(x: Any, gate: Any, w_in: Any, w_out: Any, experts: Any = None, *, topk
 
 
 def loop_layer(x: Any, gate: Any, w_in: Any, w_out: Any, experts: Any = None, *, topk: int) -> Any:
-    """`layer` with a loop over experts, as model code for the CPU has it."""
+    """Computes `layer` with a loop over experts, as in model code for the CPU."""
     import torch
 
     E, D, _, F = w_in.shape

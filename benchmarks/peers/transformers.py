@@ -1,21 +1,21 @@
-"""The layer of Qwen3-MoE in transformers, with one of its implementations of the experts."""
+"""The Qwen3-MoE layer of transformers, with a choice of its experts' implementations."""
 
 import importlib.util
 from typing import Any
 
 from benchmarks.shapes import LayerShape
 
-#: "eager" waits for the device, and "batched_mm" copies the weights of every assignment.
+#: "eager" synchronises with the device; "batched_mm" copies the expert's weights for every assignment.
 IMPLEMENTATIONS = ("grouped_mm", "batched_mm", "eager")
 
 
 def installed() -> bool:
-    """Whether transformers is."""
+    """Whether transformers is installed."""
     return importlib.util.find_spec("transformers") is not None
 
 
 def batched_bytes(shape: LayerShape, itemsize: int) -> int:
-    """Of the weights that "batched_mm" copies: those of its expert for every assignment.
+    """Returns the bytes of weights that "batched_mm" copies: one expert's weights per assignment.
 
     >>> batched_bytes(LayerShape(256, 64, 32, 8, 2), 4)
     12582912
@@ -24,7 +24,7 @@ def batched_bytes(shape: LayerShape, itemsize: int) -> int:
 
 
 def block(implementation: str, shape: LayerShape) -> Any:
-    """The layer on the meta device, without values."""
+    """Returns the layer on the meta device, without values."""
     import torch
     from transformers import Qwen3MoeConfig
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock

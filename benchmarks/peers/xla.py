@@ -1,4 +1,4 @@
-"""Routing, plan, dispatch and the layer as users of plain JAX write them, for XLA to compile."""
+"""Routing, plan, dispatch and the layer in plain JAX, as users write them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,15 +10,15 @@ from benchmarks.shapes import RouterCase
 
 
 def dense(case: RouterCase, logits: jax.Array, bias: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Dense probabilities and byte map as JAX users write them: lax.top_k and a scatter."""
+    """Computes dense probabilities and the byte map with lax.top_k and a scatter."""
     z = logits.astype(jnp.float32)
     softmax = case.score_function == "softmax"
     scores = jax.nn.softmax(z) if softmax else jax.nn.sigmoid(z)
     keys = scores + bias if case.bias else z
-    groups, kept = case.groups
+    groups, group_topk = case.groups
     if groups:
         grouped = keys.reshape(-1, groups, case.E // groups)
-        best = jax.lax.top_k(jax.lax.top_k(grouped, case.K // kept)[0].sum(-1), kept)[1]
+        best = jax.lax.top_k(jax.lax.top_k(grouped, case.K // group_topk)[0].sum(-1), group_topk)[1]
         keep = jnp.zeros(grouped.shape[:2], bool).at[jnp.arange(z.shape[0])[:, None], best].set(True)
         keys = jnp.where(keep[..., None], grouped, -jnp.inf).reshape(z.shape)
     experts = jax.lax.top_k(keys, case.K)[1]
@@ -31,7 +31,7 @@ def dense(case: RouterCase, logits: jax.Array, bias: jax.Array) -> tuple[jax.Arr
 
 
 def plan(experts: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """A plan without align_size, of experts [T, K] in [0, E).
+    """Computes the plan of experts [T, K] in [0, E), without align_size.
 
     Returns:
       tokens_per_expert [E], offsets [E+1], row_of_slot [T, K] and slot_of_row [T*K].
@@ -45,7 +45,7 @@ def plan(experts: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, ja
 
 
 def dispatch(experts: jax.Array) -> dict[str, Callable[..., Any]]:
-    """Dispatch, combine and their backward passes for a routing to experts [T, K]; see `benchmarks.dispatch`."""
+    """Returns dispatch, combine and their backward passes for experts [T, K]; see `benchmarks.dispatch`."""
     T, K = experts.shape
     order = jnp.argsort(experts.reshape(-1), stable=True)
     token = order // K
@@ -76,7 +76,7 @@ def network(
     sizes: jax.Array,
     product: Callable[..., jax.Array] = jax.lax.ragged_dot,
 ) -> jax.Array:
-    """SwiGLU experts on rows that are grouped by expert; row r reads x[token[r]]."""
+    """Computes SwiGLU experts on rows grouped by expert. Row r reads x[token[r]]."""
     E, D, _, F = w_in.shape
     h = product(x[token], w_in.reshape(E, D, 2 * F), sizes)
     return product(jax.nn.silu(h[:, :F]) * h[:, F:], w_out, sizes)
@@ -85,7 +85,7 @@ def network(
 def select(
     x: jax.Array, gate: jax.Array, experts: jax.Array | None, *, topk: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Weights and experts [T, K], the best ones where none are given, and tokens_per_expert [E]."""
+    """Returns weights and experts [T, K], and tokens_per_expert [E]. Selects the top K if experts is None."""
     logits = jnp.dot(x, gate.astype(x.dtype), preferred_element_type=jnp.float32)
     if experts is None:
         top, experts = jax.lax.top_k(logits, topk)
@@ -105,7 +105,7 @@ def layer(
     topk: int,
     product: Callable[..., jax.Array] = jax.lax.ragged_dot,
 ) -> jax.Array:
-    """The layer as JAX users write it today: top_k, argsort, ragged_dot, segment sum."""
+    """Computes the layer with top_k, argsort, ragged_dot and segment_sum."""
     weights, experts, sizes = select(x, gate, experts, topk=topk)
     order = jnp.argsort(experts.reshape(-1), stable=True)
     token = order // topk

@@ -1,4 +1,5 @@
-// Arithmetic is IEEE inside the library, whatever the calling thread has set; and what it has set is left to it.
+// The library computes with IEEE arithmetic whatever floating-point mode the calling thread has set, and restores
+// that mode on return.
 #include <gtest/gtest.h>
 
 #if defined(__SSE2__)
@@ -12,20 +13,20 @@
 namespace anabranch::testing {
 namespace {
 
-// Denormal operands and results are 0 here, and numbers are rounded towards 0.
+// Sets the thread's floating-point mode to flush denormals to zero and to round towards zero.
 class FlushingThread {
  public:
-  FlushingThread() : saved_(_mm_getcsr()) { _mm_setcsr(kFlushes); }
+  FlushingThread() : saved_(_mm_getcsr()) { _mm_setcsr(kFlushToZero); }
   ~FlushingThread() {
-    EXPECT_EQ(_mm_getcsr() & ~kRaised, kFlushes);
+    EXPECT_EQ(_mm_getcsr() & ~kExceptionFlags, kFlushToZero);
     _mm_setcsr(saved_);
   }
   FlushingThread(const FlushingThread&) = delete;
   FlushingThread& operator=(const FlushingThread&) = delete;
 
  private:
-  static constexpr unsigned kFlushes = 0x1f80 | 0x8000 | 0x0040 | 0x6000;
-  static constexpr unsigned kRaised = 0x3f;
+  static constexpr unsigned kFlushToZero = 0x1f80 | 0x8000 | 0x0040 | 0x6000;
+  static constexpr unsigned kExceptionFlags = 0x3f;
   unsigned saved_;
 };
 
@@ -76,7 +77,7 @@ TEST(Arithmetic, KeepsDenormalSums) {
   EXPECT_NEAR(sum[0] * 1e10f, 200e-30, 1e-32);
 }
 
-TEST(Arithmetic, IsTheCallersAgainAfterARefusal) {
+TEST(Arithmetic, RestoresTheModeAfterAnError) {
   const FlushingThread flushing;
   EXPECT_REFUSED(ab_load_balance_loss(nullptr, nullptr), AB_INVALID_ARGUMENT, "ab_load_balance_loss_args: got NULL");
   const ab_load_balance_loss_args args{sizeof(args), 0, 1.0f, nullptr, nullptr, nullptr, nullptr, nullptr};

@@ -54,7 +54,7 @@ TEST(ScoreSum, HasTheSameBitsForEveryThreadCount) {
   }
 }
 
-TEST(ScoreSum, RefusesWhatDoesNotFit) {
+TEST(ScoreSum, RefusesBadArguments) {
   const Tensor<float> scores({6, 4}, ramp(24));
   EXPECT_REFUSED(score_sum(scores, Tensor<float>({5})), AB_INVALID_ARGUMENT,
                  "score_sum: got float32 (8) [5], expected float32 [E=4]");
@@ -70,7 +70,7 @@ TEST(ScoreSum, RefusesWhatDoesNotFit) {
   EXPECT_REFUSED(score_sum(strided, sum), AB_INVALID_ARGUMENT, "scores: got strides");
 }
 
-TEST(LoadBalanceLoss, IsTheFormula) {
+TEST(LoadBalanceLoss, MatchesTheFormula) {
   const Tensor<float> sums({2, 2}, {1.0f, 2.0f, 3.0f, 4.0f});
   const Tensor<int32_t> counts({2, 2}, {3, 1, 2, 2});
   const Tensor<int32_t> tokens({2}, {4, 0});
@@ -84,7 +84,7 @@ TEST(LoadBalanceLoss, IsTheFormula) {
   EXPECT_EQ(gradient.values(), (std::vector<float>{factor * 3, factor * 1, 0, 0}));
 }
 
-// Small whole numbers, which every dtype holds.
+// Small integers, which are exact in every dtype.
 struct CountTensors {
   Tensor<uint8_t> uint8;
   Tensor<int16_t> int16;
@@ -114,7 +114,7 @@ struct CountTensors {
   }
 };
 
-TEST(LoadBalanceLoss, TakesCountsOfEveryDtype) {
+TEST(LoadBalanceLoss, AcceptsCountsOfEveryDtype) {
   const Tensor<float> sums({2, 2}, {1.0f, 2.0f, 3.0f, 4.0f});
   const CountTensors counts({2, 2}, {3, 1, 2, 2});
   const Tensor<int64_t> tokens({2}, {4, int64_t{1} << 33});
@@ -134,7 +134,7 @@ ab_status aux_loss(const ab_moe_aux_loss_args& args, int threads = 0) {
   return call(ab_moe_aux_loss, ab_moe_aux_loss_workspace, args, threads);
 }
 
-TEST(MoeAuxLoss, IsTheFormulaAndItsGradient) {
+TEST(MoeAuxLoss, MatchesTheFormulaAndItsGradient) {
   for (const int64_t T : {0, 1, 7, 600}) {
     for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {
       const int64_t C = 10;
@@ -173,7 +173,7 @@ TEST(MoeAuxLoss, IsTheFormulaAndItsGradient) {
           }
           EXPECT_NEAR(loss[0], want, 1e-6 * terms);
 
-          // The gradient by itself, without scores.
+          // Request the gradient alone, without the loss.
           FloatTensor alone({T, C}, dtype);
           args.probs = args.loss = nullptr;
           args.d_probs = alone.view();
@@ -208,7 +208,7 @@ TEST(MoeAuxLoss, HasTheSameBitsForEveryThreadCount) {
   }
 }
 
-TEST(MoeAuxLoss, RefusesWhatDoesNotFit) {
+TEST(MoeAuxLoss, RefusesBadArguments) {
   const Tensor<float> probs({6, 4}, ramp(24)), loss(std::vector<int64_t>{}), d_probs({6, 4}), d_wide({6, 5}), one({1});
   const Tensor<int32_t> counts({4}), five({5}), tokens(std::vector<int64_t>{});
   const Tensor<uint8_t> flags({4}, AB_BOOL);

@@ -1,4 +1,5 @@
-// ANABRANCH_BF16=native where there are no bfloat16 products. A program of its own: the environment is read once.
+// ANABRANCH_BF16=native on a CPU without bfloat16 instructions is an error. The library reads the environment once, so
+// this test is a separate program.
 #include <gtest/gtest.h>
 
 #include <cstdlib>
@@ -10,7 +11,7 @@
 namespace anabranch::testing {
 namespace {
 
-TEST(Bf16, IsRefusedWhereItIsAskedForAndNotThere) {
+TEST(Bf16, NativeIsRefusedWithoutBf16Instructions) {
   setenv("ANABRANCH_BF16", "native", 1);
   setenv("ANABRANCH_ISA", "avx2", 1);
   char description[1024];

@@ -1,4 +1,4 @@
-// What combine adds to the sums of its rows.
+// The addend of combine: out = sum of rows + addend.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -12,7 +12,7 @@
 namespace anabranch::testing {
 namespace {
 
-// A combine with an addend: tokens with and without rows, slots that were dropped.
+// A combine with an addend. Some tokens have no rows, and some assignments were dropped.
 struct SumWithAddend {
   static constexpr int64_t kSlots = 3;
 
@@ -29,7 +29,7 @@ struct SumWithAddend {
     rows.fill_normal(2);
     addend.fill_normal(3);
   }
-  // 2 T rows in any order for 3 T slots, none for those of the first two tokens.
+  // Assigns 2 T rows in random order to 3 T slots. The first two tokens get no row.
   static std::vector<int32_t> some_rows(int64_t T, uint32_t seed) {
     std::vector<int32_t> slots(static_cast<size_t>(T * kSlots), -1);
     const auto first = slots.begin() + 2 * kSlots;
@@ -48,7 +48,8 @@ struct SumWithAddend {
   }
 };
 
-// Every element within the roundings of its terms in float32 and one to the dtype of out.
+// Checks each element against the sum in float64. The bound allows the float32 roundings of the terms and one rounding
+// to the dtype of out.
 void expect_is_the_sum(const SumWithAddend& sum, bool weighted) {
   const int64_t D = sum.rows.view()->shape[1];
   for (int64_t i = 0; i < sum.out.size(); ++i) {
@@ -63,7 +64,7 @@ void expect_is_the_sum(const SumWithAddend& sum, bool weighted) {
     }
     const double in_float32 = (SumWithAddend::kSlots + 2) * rounding_of(AB_FLOAT32) * size;
     const double once = rounding_of(sum.out.dtype()) * (std::abs(want) + in_float32);
-    const double denormal = 0x1p-25;  // half a step of float16
+    const double denormal = 0x1p-25;  // half the spacing of float16 denormals
     ASSERT_NEAR(double{sum.out.get(i)}, want, in_float32 + once + denormal) << "token " << i / D << " column " << i % D;
   }
 }
@@ -96,10 +97,10 @@ TEST(CombineAddend, ComesAfterTheRowsAndBeforeTheOneRounding) {
     EXPECT_OK(call(ab_combine, ab_combine_workspace, args));
     return (*out)[0];
   };
-  // 1 + 2^24 is 2^24 in float32: the addend would be lost if it came before the rows, or between them.
+  // 1 + 2^24 rounds to 2^24 in float32, so an addend that is added before or between the rows would be lost.
   Tensor<float> wide({1, 1});
   EXPECT_EQ(combined({0x1p24f, -0x1p24f}, 1.0f, &wide), 1.0f);
-  // bfloat16 has steps of 2^-7 above 1; rounded before the addend, the sum of the rows would be 1, and stay that.
+  // bfloat16 has a spacing of 2^-7 above 1. If the sum of the rows were rounded first, the result would stay 1.
   Tensor<uint16_t> narrow({1, 1}, AB_BFLOAT16);
   EXPECT_EQ(combined({1.0f, 0x1p-8f}, 0x1p-9f, &narrow), from_float<BFloat16>(1.0f + 0x1p-7f).bits);
 }

@@ -1,5 +1,5 @@
-// Bounds of the CUDA library's workspaces: what they refuse. What they hold, the Python tests compare with that
-// library.
+// Bad arguments of the functions that bound the CUDA library's workspaces. The Python tests compare the bounds
+// themselves with that library.
 #include "anabranch/cuda_workspaces.h"
 
 #include <gtest/gtest.h>
@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t kHuge = int64_t{1} << 62;
 
-TEST(CudaWorkspaces, SizesAreThoseOfSomeMemory) {
+TEST(CudaWorkspaces, RefusesSizesBeyondAnyMemory) {
   size_t bytes = 7;
   EXPECT_REFUSED(ab_cuda_statistics_workspace_bound(-1, 1, 8, &bytes), AB_INVALID_ARGUMENT, "T: got -1, expected 0");
   EXPECT_REFUSED(ab_cuda_statistics_workspace_bound(1, kHuge, 8, &bytes), AB_INVALID_ARGUMENT, "B: got 46116860");
@@ -27,10 +27,10 @@ TEST(CudaWorkspaces, SizesAreThoseOfSomeMemory) {
   EXPECT_REFUSED(ab_cuda_expert_ffn_forward_workspace_bound(8, -8, AB_FLOAT32, &bytes), AB_INVALID_ARGUMENT, "F: got");
   EXPECT_REFUSED(ab_cuda_expert_ffn_backward_workspace_bound(0, 8, 8, 2, kHuge, AB_FLOAT32, AB_FLOAT32, 15, &bytes),
                  AB_INVALID_ARGUMENT, "F: got 46116860");
-  EXPECT_EQ(bytes, 7u) << "a refused query leaves it";
+  EXPECT_EQ(bytes, 7u) << "a refused query must not write it";
 }
 
-TEST(CudaWorkspaces, DtypesAreThoseOfFloats) {
+TEST(CudaWorkspaces, RefusesDtypesThatAreNotFloat) {
   size_t bytes = 0;
   EXPECT_REFUSED(ab_cuda_grouped_matmul_dw_workspace_bound(8, 8, 8, 8, AB_INT32, AB_FLOAT32, &bytes),
                  AB_INVALID_ARGUMENT, "x_dtype: got ab_dtype 4, expected float16, bfloat16 or float32");
@@ -43,7 +43,7 @@ TEST(CudaWorkspaces, DtypesAreThoseOfFloats) {
                  AB_INVALID_ARGUMENT, "d_dtype: got ab_dtype -1");
 }
 
-TEST(CudaWorkspaces, NeedsAreThoseOfTheEnum) {
+TEST(CudaWorkspaces, RefusesUnknownNeeds) {
   size_t bytes = 0;
   for (const int32_t needs : {16, -1}) {
     EXPECT_REFUSED(ab_cuda_expert_ffn_backward_workspace_bound(8, 8, 8, 2, 8, AB_FLOAT32, AB_FLOAT32, needs, &bytes),
@@ -51,7 +51,7 @@ TEST(CudaWorkspaces, NeedsAreThoseOfTheEnum) {
   }
 }
 
-TEST(CudaWorkspaces, AnswersNeedAPlace) {
+TEST(CudaWorkspaces, RefusesANullResult) {
   for (const ab_status& status :
        {ab_cuda_statistics_workspace_bound(8, 1, 8, nullptr), ab_cuda_quantile_workspace_bound(8, nullptr),
         ab_cuda_plan_workspace_bound(8, 8, nullptr), ab_cuda_sort_chunks_workspace_bound(8, nullptr),
@@ -63,8 +63,8 @@ TEST(CudaWorkspaces, AnswersNeedAPlace) {
   }
 }
 
-// Experts that CUDA refuses, but not the CPU, for whose program JAX asks too.
-TEST(CudaWorkspaces, ThereIsOneForSizesThatCudaRefuses) {
+// CUDA refuses these numbers of experts and the CPU does not. JAX queries the bound for programs of either platform.
+TEST(CudaWorkspaces, AcceptsSizesThatCudaRefuses) {
   size_t bytes = 0;
   EXPECT_OK(ab_cuda_plan_workspace_bound(1000, int64_t{1} << 30, &bytes));
   EXPECT_GE(bytes, size_t{4} << 30);
@@ -72,9 +72,9 @@ TEST(CudaWorkspaces, ThereIsOneForSizesThatCudaRefuses) {
   EXPECT_GE(bytes, size_t{4} << 33);
 }
 
-// The rows of a segment are R times D N / (33 * 2^19), here whole k-blocks but for rounding, which is to nearest
-// whatever the caller's mode.
-TEST(CudaWorkspaces, RoundingOfTheCallerDoesNotMatter) {
+// A segment has R * D N / (33 * 2^19) rows. The sizes here make that a whole number of k-blocks, so a quotient that
+// follows the caller's rounding mode instead of rounding to nearest would change the bound.
+TEST(CudaWorkspaces, DoNotDependOnTheCallersRoundingMode) {
   const auto bound = [](int64_t N) {
     size_t bytes = 0;
     EXPECT_OK(ab_cuda_grouped_matmul_dw_workspace_bound(33 << 17, 8, 256, N, AB_BFLOAT16, AB_BFLOAT16, &bytes));

@@ -1,4 +1,4 @@
-// What the tests of the plan, of dispatch and combine, and of the chunk sort share.
+// Operands shared by the tests of plan, dispatch, combine and chunk sort.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +31,7 @@ inline std::vector<int32_t> indices(int64_t size, int32_t low, int32_t high, uin
   return values;
 }
 
-// Anything an index buffer may hold by accident: small, large, negative, extreme.
+// Arbitrary contents of an index buffer: small, large, negative and extreme values.
 inline std::vector<int32_t> garbage(int64_t size, int64_t limit, uint32_t seed) {
   std::vector<int32_t> values = indices(size, -3, static_cast<int32_t>(limit) + 3, seed);
   for (size_t i = 0; i < values.size(); i += 5) values[i] = i % 2 == 0 ? kLowest : kLargest;

@@ -14,7 +14,7 @@ void fill(Tensor<int32_t>* tensor, const std::vector<int32_t>& values) {
   std::copy(values.begin(), values.end(), tensor->values().begin());
 }
 
-// Plan, operands and results of one dispatch and combine in float32.
+// The plan, operands and results of one dispatch and combine in float32.
 struct Layer {
   int64_t T, K, E, D, R;
   Plan plan;
@@ -59,7 +59,7 @@ struct Layer {
   }
 };
 
-TEST(Dispatch, CopiesEveryTokenToItsRowsAndClearsTheOthers) {
+TEST(Dispatch, CopiesTokensToTheirRowsAndClearsPadding) {
   for (const int64_t limit : {int64_t{kLargest}, int64_t{80}}) {
     const Layer layer(50, 3, 6, 37, 8, limit);
     EXPECT_OK(call(ab_dispatch, {}, layer.dispatch()));
@@ -72,7 +72,7 @@ TEST(Dispatch, CopiesEveryTokenToItsRowsAndClearsTheOthers) {
   }
 }
 
-TEST(Combine, AndItsGradientsAreTheFormulas) {
+TEST(Combine, AndItsGradientsMatchTheFormulas) {
   for (const int64_t D : {1, 37, 64, 513, 1100}) {
     const Layer layer(40, 3, 6, D, 8, 96);
     layer.run(0);
@@ -105,7 +105,7 @@ TEST(Combine, AndItsGradientsAreTheFormulas) {
   }
 }
 
-TEST(Combine, TakesEmptyTensors) {
+TEST(Combine, AcceptsEmptyTensors) {
   for (const auto& [T, D] : {std::pair<int64_t, int64_t>{0, 8}, {5, 0}, {0, 0}}) {
     const Layer layer(T, 2, 3, D, 8);
     layer.run(0);
@@ -126,8 +126,8 @@ TEST(Combine, HasTheSameBitsForEveryThreadCount) {
   }
 }
 
-TEST(Combine, TakesEveryMixOfFloats) {
-  // 1 and 2^-3 are exact in all three; one token with two slots of one row each
+TEST(Combine, AcceptsEveryMixOfDtypes) {
+  // One token with two assignments. 1 and 2^-3 are exact in all three dtypes.
   const uint16_t one_bf16 = 0x3f80, eighth_f16 = 0x3000;
   const Tensor<int32_t> row_of_slot({1, 2}, {1, 0});
   const Tensor<int32_t> slot_of_row({2}, {1, 0});
@@ -148,7 +148,7 @@ TEST(Combine, TakesEveryMixOfFloats) {
   EXPECT_EQ(d_weights.values(), (std::vector<uint16_t>{0x4080, 0x4080}));  // 4
 }
 
-TEST(Dispatch, TakesElementsOfEverySize) {
+TEST(Dispatch, AcceptsElementsOfEverySize) {
   const Tensor<int32_t> row_of_slot({2, 1}, {1, 0});
   const Tensor<int32_t> slot_of_row({3}, {1, 0, -1});
   const auto check = [&]<class T>(T, int32_t dtype) {
@@ -188,8 +188,9 @@ TEST(Dispatch, KeepsNaNInItsRow) {
   EXPECT_EQ(count, expected);
 }
 
-// Whatever the maps hold: no access out of bounds (the sanitizer build), every output written, the same on every run.
-TEST(Dispatch, StandsGarbageInTheMaps) {
+// With garbage in the gather and scatter indices, no access is out of bounds (checked by the sanitizer build), every
+// output is written, and every run gives the same bits.
+TEST(Dispatch, ToleratesGarbageIndices) {
   for (uint32_t seed = 0; seed < 4; ++seed) {
     Layer layer(4000, 4, 5, 41);  // large enough for threads
     fill(&layer.plan.row_of_slot, garbage(layer.T * layer.K, layer.R, seed));
@@ -210,7 +211,7 @@ TEST(Dispatch, StandsGarbageInTheMaps) {
   }
 }
 
-TEST(RowIdMap, StandsGarbage) {
+TEST(RowIdMap, ToleratesGarbage) {
   const int64_t T = 10000;  // large enough for threads
   const int64_t E = 20;
   const int64_t R = 7000;
@@ -224,7 +225,7 @@ TEST(RowIdMap, StandsGarbage) {
       const ab_expand_row_id_map_args args{sizeof(args), row_id_map.view(), padding.view(), row_of_slot.view(),
                                            slot_of_row.view()};
       EXPECT_OK(call(ab_expand_row_id_map, {}, args, threads));
-      std::vector<int32_t> last(static_cast<size_t>(R), -1);  // of the slots that name a row
+      std::vector<int32_t> last(static_cast<size_t>(R), -1);  // the last slot that names each row
       for (int64_t slot = 0; slot < T * E; ++slot) {
         ASSERT_TRUE(row_of_slot[slot] >= -1 && row_of_slot[slot] < R);
         if (row_of_slot[slot] >= 0) last[static_cast<size_t>(row_of_slot[slot])] = static_cast<int32_t>(slot);
@@ -236,7 +237,7 @@ TEST(RowIdMap, StandsGarbage) {
   }
 }
 
-TEST(Combine, RefusesWhatDoesNotFit) {
+TEST(Combine, RefusesBadArguments) {
   const Layer layer(4, 2, 3, 5);
   const Tensor<int32_t> integers({4, 5}, indices(20, 0, 9, 1));
   const Tensor<float> other({3, 3}, normal(9, 1));

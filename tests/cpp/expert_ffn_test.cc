@@ -1,4 +1,4 @@
-// The feed-forward network of the experts.
+// Tests of the expert MLP, forward and backward.
 #include <algorithm>
 #include <cmath>
 #include <string>
@@ -46,8 +46,8 @@ bool all_zero(const float* values, int64_t count) {
   return std::all_of(values, values + count, [](float value) { return value == 0.0f; });
 }
 
-// Entries of slot_of_row that name no slot are padding wherever they stand; the rest is as if they were not there.
-TEST(ExpertFfn, SlotsThatNameNothingArePadding) {
+// An entry of slot_of_row outside [0, T K) is a padding row wherever it is; the other rows are unaffected.
+TEST(ExpertFfn, InvalidSlotsArePadding) {
   const int64_t T = 3;
   const int64_t K = 2;
   const std::vector<int32_t> slots = {4, -1, 0, INT32_MAX, INT32_MIN, 3, 6, -7, 5, 1, 9};
@@ -84,7 +84,7 @@ TEST(ExpertFfn, SlotsThatNameNothingArePadding) {
   EXPECT_EQ(net.d_weights[2], 0.0f);  // slot 2 has no row
 }
 
-TEST(ExpertFfn, NoSizeReachesOutOfBounds) {
+TEST(ExpertFfn, GroupSizesAreClippedToTheRows) {
   for (const std::vector<int32_t>& sizes :
        {std::vector<int32_t>{-3, INT32_MAX, INT32_MAX}, {INT32_MIN, 2, -1}, {5, INT32_MAX, 7}}) {
     Network<float> garbage(3, 2, 5, 1, 4, sizes, slots_in_order(6));
@@ -113,23 +113,23 @@ TEST(ExpertFfn, NanInAWeightStaysOutOfPaddingAndOtherExperts) {
   for (int64_t i = 0; i < 3 * 8; ++i) EXPECT_TRUE(std::isfinite(net.d_w_in[3 * 8 + i]));
 }
 
-TEST(ExpertFfn, DhTakesOverTheMemoryOfH) {
-  Network<float> apart(70, 2, 33, 2, 150, {60, 0, 80}, slots_in_order(140));
-  EXPECT_OK(apart.forward());
-  EXPECT_OK(apart.backward());
-  Network<float> together(70, 2, 33, 2, 150, {60, 0, 80}, slots_in_order(140));
-  EXPECT_OK(together.forward());
-  ab_expert_ffn_backward_args args = together.backward_args();
-  args.dh = together.h.view();
+TEST(ExpertFfn, DhMayAliasH) {
+  Network<float> separate(70, 2, 33, 2, 150, {60, 0, 80}, slots_in_order(140));
+  EXPECT_OK(separate.forward());
+  EXPECT_OK(separate.backward());
+  Network<float> aliased(70, 2, 33, 2, 150, {60, 0, 80}, slots_in_order(140));
+  EXPECT_OK(aliased.forward());
+  ab_expert_ffn_backward_args args = aliased.backward_args();
+  args.dh = aliased.h.view();
   EXPECT_OK(call(ab_expert_ffn_backward, ab_expert_ffn_backward_workspace, args));
-  EXPECT_EQ(together.h.values(), apart.dh.values());
-  EXPECT_EQ(together.dx_rows.values(), apart.dx_rows.values());
-  EXPECT_EQ(together.d_w_in.values(), apart.d_w_in.values());
-  EXPECT_EQ(together.d_w_out.values(), apart.d_w_out.values());
-  EXPECT_EQ(together.d_weights.values(), apart.d_weights.values());
+  EXPECT_EQ(aliased.h.values(), separate.dh.values());
+  EXPECT_EQ(aliased.dx_rows.values(), separate.dx_rows.values());
+  EXPECT_EQ(aliased.d_w_in.values(), separate.d_w_in.values());
+  EXPECT_EQ(aliased.d_w_out.values(), separate.d_w_out.values());
+  EXPECT_EQ(aliased.d_weights.values(), separate.d_weights.values());
 }
 
-TEST(ExpertFfn, TwoCallsAreOne) {
+TEST(ExpertFfn, TwoCallsMatchOne) {
   using A = ab_expert_ffn_backward_args;
   Network<float> one(70, 2, 33, 2, 150, {60, 0, 70}, slots_in_order(140));
   EXPECT_OK(one.forward());
@@ -170,7 +170,7 @@ TEST(ExpertFfn, TwoCallsAreOne) {
   }
 }
 
-// A call without h ignores what it is given in padding rows of dh and w a, within the groups and past them.
+// A backward call without h ignores the contents of padding rows of dh and weighted_a, inside the groups and past them.
 TEST(ExpertFfn, PaddingRowsOfTheSecondCallAreIgnored) {
   const std::vector<int32_t> slots = {4, -1, 0, 7, 3, -1, 2};
   Network<float> one(3, 2, 5, 2, 6, {3, 2}, slots);
@@ -200,24 +200,24 @@ TEST(ExpertFfn, EachOutputIsTheSameAlone) {
   EXPECT_OK(call(ab_expert_ffn_forward, ab_expert_ffn_forward_workspace, forward));
   EXPECT_EQ(one.y.values(), all.y.values());
   EXPECT_OK(one.forward());
-  const auto alone = [&](const ab_tensor* ab_expert_ffn_backward_args::* wanted) {
+  const auto check_alone = [&](const ab_tensor* ab_expert_ffn_backward_args::* requested) {
     ab_expert_ffn_backward_args args = one.backward_args();
-    const ab_tensor* view = args.*wanted;
+    const ab_tensor* view = args.*requested;
     args.dh = args.dx_rows = args.d_w_in = args.d_b_in = args.d_w_out = args.d_b_out = args.d_weights = nullptr;
-    args.*wanted = view;
+    args.*requested = view;
     EXPECT_OK(call(ab_expert_ffn_backward, ab_expert_ffn_backward_workspace, args));
   };
-  alone(&ab_expert_ffn_backward_args::dh);
-  alone(&ab_expert_ffn_backward_args::dx_rows);
-  alone(&ab_expert_ffn_backward_args::d_w_in);
-  alone(&ab_expert_ffn_backward_args::d_b_in);
-  alone(&ab_expert_ffn_backward_args::d_w_out);
-  alone(&ab_expert_ffn_backward_args::d_b_out);
-  alone(&ab_expert_ffn_backward_args::d_weights);
+  check_alone(&ab_expert_ffn_backward_args::dh);
+  check_alone(&ab_expert_ffn_backward_args::dx_rows);
+  check_alone(&ab_expert_ffn_backward_args::d_w_in);
+  check_alone(&ab_expert_ffn_backward_args::d_b_in);
+  check_alone(&ab_expert_ffn_backward_args::d_w_out);
+  check_alone(&ab_expert_ffn_backward_args::d_b_out);
+  check_alone(&ab_expert_ffn_backward_args::d_weights);
   expect_same_results(one, all, "each output alone");
 }
 
-// Gradients of weights may be float32 whatever the other tensors are, and then accumulate.
+// Gradients of weights may be float32 whatever the other dtypes are; accumulate then adds to them.
 template <class T_>
 void expect_accumulated_weights() {
   const Network<T_> net(7, 2, 6, 2, 5, {6, 0, 8}, slots_in_order(14));
@@ -243,7 +243,7 @@ TEST(ExpertFfn, GradientsOfWeightsAccumulate) {
   expect_accumulated_weights<uint16_t>();
 }
 
-// A CPU has no products of fewer digits.
+// The CPU computes in full precision even if a lower one is allowed.
 TEST(ExpertFfn, EveryPrecisionHasTheSameBits) {
   const Network<float> highest(70, 2, 33, 2, 150, {60, 0, 80}, slots_in_order(140));
   EXPECT_OK(highest.forward());
@@ -268,7 +268,7 @@ TEST(ExpertFfn, ExpertsWithoutRowsGetZeroGradients) {
   EXPECT_FALSE(all_zero(&net.d_w_in[24], 24));
 }
 
-TEST(ExpertFfn, EmptySizesAreOrdinary) {
+TEST(ExpertFfn, AcceptsEmptySizes) {
   for (const int64_t R : {0, 3}) {
     for (const int64_t F : {0, 4}) {
       Network<float> net(R, 1, 3, 2, F, {2, 1}, slots_in_order(R));
@@ -288,14 +288,14 @@ TEST(ExpertFfn, EmptySizesAreOrdinary) {
   }
 }
 
-TEST(ExpertFfn, SlotsWithoutAnyRowGetZeroGradients) {
+TEST(ExpertFfn, AssignmentsWithoutRowsGetZeroGradients) {
   Network<float> net(3, 2, 4, 2, 5, {1, 0}, {});
   EXPECT_OK(net.forward());
   EXPECT_OK(net.backward());
   EXPECT_TRUE(all_zero(net.d_weights.values().data(), net.d_weights.size()));
 }
 
-TEST(ExpertFfn, RefusesWhatDoesNotFit) {
+TEST(ExpertFfn, RefusesBadArguments) {
   Network<float> net(2, 2, 3, 2, 4, {3, 1}, slots_in_order(4));
   const auto refused = [&](auto change, const char* text) {
     ab_expert_ffn_forward_args forward = net.forward_args();
@@ -376,7 +376,7 @@ TEST(ExpertFfn, RefusesWhatDoesNotFit) {
   EXPECT_REFUSED(ab_expert_ffn_backward(nullptr, nullptr), AB_INVALID_ARGUMENT, "got NULL");
 }
 
-TEST(ExpertFfn, TheFirstHalfAloneTakesNothingOfTheSecond) {
+TEST(ExpertFfn, WithoutYRejectsArgumentsOfTheSecondGemm) {
   const Network<float> net(2, 2, 3, 2, 4, {3, 1}, slots_in_order(4));
   const Floats a({4, 4});
   const auto refused = [&](auto change, const char* text) {

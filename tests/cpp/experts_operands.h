@@ -1,4 +1,4 @@
-// Operands of the experts' operations, for tests.
+// Operands for the tests of the experts' operations.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -42,7 +42,8 @@ inline Tensor<uint16_t> random_bf16(const std::vector<int64_t>& shape, uint32_t 
   return {shape, rounded};
 }
 
-// `sum` after accumulating onto `before` is `before` and the gradient, and all of `before` where an expert has no rows.
+// Checks that sum = before + gradient, and that sum has the bits of before where the gradient is zero (experts without
+// rows).
 inline void expect_accumulated(const Floats& sum, const Floats& before, const Floats& gradient) {
   for (int64_t i = 0; i < sum.size(); ++i) {
     if (gradient[i] == 0.0f) {
@@ -53,7 +54,7 @@ inline void expect_accumulated(const Floats& sum, const Floats& before, const Fl
   }
 }
 
-// Rows of expert e: clipped as the header says.
+// Expert e has rows [offsets[e], offsets[e + 1]). Sizes are clipped as experts.h describes.
 inline std::vector<int64_t> offsets_of(const std::vector<int32_t>& sizes, int64_t R) {
   std::vector<int64_t> offsets{0};
   for (const int32_t size : sizes) offsets.push_back(offsets.back() + std::clamp<int64_t>(size, 0, R - offsets.back()));
@@ -72,14 +73,14 @@ inline void expect_near(const Floats& got, const std::vector<double>& want, doub
   EXPECT_LE(std::sqrt(error), bound * std::sqrt(norm)) << name;
 }
 
-// A feed-forward network with every operand, T tokens of K slots each, tensors of element type T_.
+// An expert MLP with all its operands and results, for T tokens with K experts each. T_ is the element type.
 template <class T_>
 struct Network {
   int64_t T, K, R, E, D, P, F;
   Tensor<T_> x, w_in, b_in, w_out, b_out, d_out;
   Floats weights;
   Ints slot_of_row, group_sizes;
-  // results
+  // Results.
   Tensor<T_> y, h, dh, dx_rows, d_w_in, d_b_in, d_w_out, d_b_out;
   Floats d_weights;
   int32_t activation = AB_SILU;
@@ -96,15 +97,15 @@ struct Network {
     }
   }
 
-  Network(int64_t tokens, int64_t topk, int64_t width, int64_t parts, int64_t hidden, const std::vector<int32_t>& sizes,
-          const std::vector<int32_t>& slots)
+  Network(int64_t tokens, int64_t topk, int64_t width, int64_t parts, int64_t intermediate,
+          const std::vector<int32_t>& sizes, const std::vector<int32_t>& slots)
       : T(tokens),
         K(topk),
         R(static_cast<int64_t>(slots.size())),
         E(static_cast<int64_t>(sizes.size())),
         D(width),
         P(parts),
-        F(hidden),
+        F(intermediate),
         x(values({T, D}, 1)),
         w_in(values({E, D, P, F}, 2)),
         b_in(values({E, P, F}, 3)),
@@ -179,7 +180,7 @@ struct Network {
   }
 };
 
-// Slots 0 .. count-1 in order.
+// The slots 0 to count - 1 in order.
 inline std::vector<int32_t> slots_in_order(int64_t count) {
   std::vector<int32_t> slots(static_cast<size_t>(count));
   std::iota(slots.begin(), slots.end(), 0);

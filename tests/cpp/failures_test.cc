@@ -1,4 +1,4 @@
-// What fails below the library comes out as a status, and no exception leaves a C function.
+// Failures of memory allocation and of oneDNN become statuses. No exception leaves a C function.
 #include <dlfcn.h>
 #include <gtest/gtest.h>
 
@@ -11,8 +11,8 @@
 #include "grouped_matmul_args.h"
 #include "support.h"
 
-// In place of the standard library's: memory that can run out, and is counted. Not inlined, or compilers see a pointer
-// of new go to free.
+// Replaces the standard library's operators. Counts allocations and can fail them. noinline avoids the compiler warning
+// about passing memory from new to free.
 static std::atomic<bool> out_of_memory{false};
 static std::atomic<int> allocations{0};
 
@@ -25,17 +25,17 @@ static std::atomic<int> allocations{0};
 [[gnu::noinline]] void operator delete(void* memory) noexcept { std::free(memory); }
 [[gnu::noinline]] void operator delete(void* memory, size_t) noexcept { std::free(memory); }
 
-// In place of oneDNN's: fails with this status, if it is one.
+// The interposed dnnl_sgemm returns this status if it is not 0.
 static std::atomic<int> onednn_failure{0};
 
 extern "C" __attribute__((visibility("default"))) int dnnl_sgemm(char transpose_a, char transpose_b, int64_t m,
                                                                  int64_t n, int64_t k, float alpha, const float* a,
                                                                  int64_t lda, const float* b, int64_t ldb, float beta,
                                                                  float* c, int64_t ldc) {
-  using Product = decltype(&dnnl_sgemm);
-  static const auto product = reinterpret_cast<Product>(dlsym(RTLD_NEXT, "dnnl_sgemm"));
+  using Sgemm = decltype(&dnnl_sgemm);
+  static const auto sgemm = reinterpret_cast<Sgemm>(dlsym(RTLD_NEXT, "dnnl_sgemm"));
   if (onednn_failure != 0) return onednn_failure;
-  return product(transpose_a, transpose_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
+  return sgemm(transpose_a, transpose_b, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc);
 }
 
 namespace anabranch::testing {
@@ -61,19 +61,19 @@ struct Routing {
   }
 };
 
-TEST(Failures, OfMemoryDoNotReachChecks) {
+TEST(Failures, OfMemoryDoNotAffectArgumentChecks) {
   Routing routing;
   const int before = allocations;
   out_of_memory = true;
   const ab_status right = routing.run(2);
   const ab_status wrong = routing.run(3);
   out_of_memory = false;
-  EXPECT_EQ(allocations, before) << "a call took memory";
+  EXPECT_EQ(allocations, before) << "a call allocated memory";
   EXPECT_OK(right);
   EXPECT_REFUSED(wrong, AB_INVALID_ARGUMENT, "weights: got float32 (8) [2, 2], expected float32 [T=2, K=3]");
 }
 
-TEST(Failures, OfOneDnnAreCalledWhatTheyAre) {
+TEST(Failures, OfOneDnnKeepTheirKind) {
   char description[1024];
   ab_describe(description, sizeof(description));
   if (std::strstr(description, "onednn=none") != nullptr) GTEST_SKIP() << "a build without oneDNN";
@@ -88,7 +88,7 @@ TEST(Failures, OfOneDnnAreCalledWhatTheyAre) {
     onednn_failure = 0;
     return status;
   };
-  constexpr int kOutOfMemory = 1, kInvalid = 2, kUnimplemented = 3;  // of dnnl_types.h
+  constexpr int kOutOfMemory = 1, kInvalid = 2, kUnimplemented = 3;  // from dnnl_types.h
   EXPECT_REFUSED(run(kOutOfMemory), AB_OUT_OF_MEMORY, "oneDNN: a GEMM failed, expected memory");
   EXPECT_REFUSED(run(kInvalid), AB_INTERNAL, "oneDNN: a GEMM failed: invalid_arguments");
   EXPECT_REFUSED(run(kUnimplemented), AB_UNSUPPORTED, "oneDNN: a GEMM failed: unimplemented");

@@ -1,4 +1,4 @@
-// A tensor of any float dtype, read and written in float32.
+// A tensor of any float dtype, read and written as float32.
 #pragma once
 
 #include <cmath>
@@ -47,7 +47,7 @@ class FloatTensor {
     for (int64_t i = 0; i < size(); ++i) set(i, uniform(random));
   }
 
-  // The same bits everywhere; a NaN is as good as another.
+  // Whether all elements have the same bits; all NaNs count as equal.
   bool is(const FloatTensor& other) const {
     if (size() != other.size() || dtype_ != other.dtype_) return false;
     for (int64_t i = 0; i < size(); ++i) {
@@ -64,7 +64,7 @@ class FloatTensor {
   Tensor<uint16_t> narrow_;
 };
 
-// The largest relative error of rounding to a dtype.
+// Returns the largest relative error of rounding to a dtype.
 inline double rounding_of(int32_t dtype) {
   switch (dtype) {
     case AB_FLOAT32: return 0x1p-24;

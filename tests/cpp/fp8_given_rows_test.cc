@@ -1,10 +1,10 @@
-// A network of tokens and cotangents that come quantised.
+// Expert MLPs whose tokens and cotangents are passed in already quantised.
 #include "fp8_network.h"
 
 namespace anabranch::testing {
 namespace {
 
-// Both, beside the network whose they are.
+// The quantised tokens and cotangents of a network.
 struct GivenRows {
   QuantizedTensor x, d_out;
 
@@ -21,7 +21,7 @@ struct GivenRows {
   }
 };
 
-TEST(Fp8, RowsGivenQuantisedAreAsGood) {
+TEST(Fp8, QuantisedRowsMatchQuantisingInTheCall) {
   for (const int32_t kind : {AB_FP8_SCALES_FLOAT32, AB_FP8_SCALES_POWER_OF_TWO}) {
     const QuantizedNetwork want(2, kind), net(2, kind);
     want.compute();
@@ -37,8 +37,8 @@ TEST(Fp8, RowsGivenQuantisedAreAsGood) {
   }
 }
 
-// Without a map there is a row of x for every row, and results are all that tells its dtype.
-TEST(Fp8, RowsOfExpertsMayComeQuantised) {
+// Without slot_of_row, x has one row per row of the result, and the results determine the dtype of x.
+TEST(Fp8, AcceptsQuantisedRowsWithoutSlots) {
   QuantizedNetwork net(1, AB_FP8_SCALES_FLOAT32);
   Floats x({net.R, net.D}), a({net.R, net.F}), want({net.R, net.F});
   for (int64_t i = 0; i < x.size(); ++i) x[i] = net.x[i % net.x.size()];
@@ -58,15 +58,15 @@ TEST(Fp8, RowsOfExpertsMayComeQuantised) {
   EXPECT_EQ(a.values(), want.values());
 }
 
-// What is not a product reads d_out itself.
-TEST(Fp8, CotangentsGivenQuantisedAreThoseOfTheProductAlone) {
+// Only the GEMM reads the quantised d_out; everything else reads d_out.
+TEST(Fp8, OnlyTheGemmReadsQuantisedCotangents) {
   const QuantizedNetwork want(2, AB_FP8_SCALES_FLOAT32), net(2, AB_FP8_SCALES_FLOAT32);
   want.compute();
   net.compute();
   const GivenRows rows(net);
   const Floats nothing({net.T, net.D}, std::vector<float>(net.d_out.values().size()));
   ab_expert_ffn_backward_args args = net.backward_all();
-  args.b_out = nullptr;  // whose product with d_out is a part of d_weights
+  args.b_out = nullptr;  // d_weights would contain <d_out, b_out>
   EXPECT_OK(QuantizedNetwork::run(args));
   const std::vector<float> d_weights = net.d_weights.values();
   rows.give(&args);
@@ -80,7 +80,7 @@ TEST(Fp8, CotangentsGivenQuantisedAreThoseOfTheProductAlone) {
   EXPECT_TRUE(std::ranges::all_of(net.d_b_out.values(), is_zero));
 }
 
-TEST(Fp8, NoTokensMayComeQuantised) {
+TEST(Fp8, AcceptsQuantisedRowsOfNoTokens) {
   Network<float> net(0, 2, 128, 2, 128, {0, 3}, {-1, -1, -1});
   net.precision = AB_PRECISION_FP8;
   const Bytes q = e4m3({0, 128});

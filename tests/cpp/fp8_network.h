@@ -1,10 +1,11 @@
-// A network of quantised factors, with all that comes of them.
+// An expert MLP in FP8 with all its results.
 #pragma once
 
 #include "fp8_operands.h"
 
 namespace anabranch::testing {
-// Slots in another order, some rows padding, the last past the groups.
+// Slots in reverse order. Every fifth row is padding, and so are rows for which no slot is left. Rows past the groups
+// get slots too.
 inline std::vector<int32_t> mixed_slots(int64_t R, int64_t slots) {
   std::vector<int32_t> result;
   int32_t next = static_cast<int32_t>(slots) - 1;
@@ -12,7 +13,7 @@ inline std::vector<int32_t> mixed_slots(int64_t R, int64_t slots) {
   return result;
 }
 
-// A network with what comes of quantised factors beside its own results, which it keeps in float32.
+// A float32 network and, beside its own results, the quantised results of the FP8 calls.
 struct QuantizedNetwork : Network<float> {
   int32_t kind;
   Floats a, weighted_a, a_scales, dh_scales;
@@ -32,7 +33,7 @@ struct QuantizedNetwork : Network<float> {
     vary(d_out, D, 1);
     vary(w_in, P * F, kBlock);
     vary(w_out, D, kBlock);
-    for (float& value : w_in.values()) value *= 0.02f;  // so that activations are not all saturated
+    for (float& value : w_in.values()) value *= 0.02f;  // keeps activations from saturating
   }
 
   ab_expert_ffn_forward_args up_and_down() const {
@@ -40,7 +41,7 @@ struct QuantizedNetwork : Network<float> {
     args.fp8_scales = kind;
     return args;
   }
-  // `a` alone, quantised; with early weights or none.
+  // Requests only `a`, quantised. Passes the row weights only if they are applied early.
   ab_expert_ffn_forward_args up() const {
     ab_expert_ffn_forward_args args = up_and_down();
     args.y = args.w_out = args.b_out = nullptr;

@@ -1,10 +1,10 @@
-// What a network of quantised factors refuses.
+// Bad arguments of an expert MLP in FP8.
 #include "fp8_network.h"
 
 namespace anabranch::testing {
 namespace {
 
-TEST(Fp8, TheNetworkRefusesWhatDoesNotFit) {
+TEST(Fp8, TheNetworkRefusesBadArguments) {
   const QuantizedNetwork net(2, AB_FP8_SCALES_FLOAT32);
   net.compute();
   const QuantizedWeights w_in(net.w_in.view(), 0), w_out(net.w_out.view(), 0);
@@ -93,20 +93,20 @@ TEST(Fp8, TheNetworkRefusesWhatDoesNotFit) {
       "x_q: got float32 (8) [30, 256], expected float8_e4m3 [T, D]");
   const Tensor<int32_t> integers({net.R, net.D});
   const Tensor<uint16_t> narrow({net.R, net.P, net.F});
-  const auto quantised_alone = [&](auto& args) {
+  const auto pass_only_quantised_x = [&](auto& args) {
     args.x = nullptr;
     args.x_q = x.q.view();
     args.x_scales = x.scales.view();
   };
   forward_refused(
       [&](auto& args) {
-        quantised_alone(args);
+        pass_only_quantised_x(args);
         args.y = integers.view();
       },
       "y: got int32 (4) [70, 256], expected float32 [R=70, D=256]");
   forward_refused(
       [&](auto& args) {
-        quantised_alone(args);
+        pass_only_quantised_x(args);
         args.h = narrow.view();
       },
       "h: got bfloat16 (7) [70, 2, 384], expected float32 [R=70, P=2, F=384]");
@@ -131,7 +131,7 @@ TEST(Fp8, TheNetworkRefusesWhatDoesNotFit) {
   backward_refused([](auto& args) { args.h = args.d_weights = args.dx_rows = nullptr; },
                    "dh_q: got a tensor, expected NULL without h and dx_rows");
   const QuantizedTensor d_out(net.d_out.view(), 0);
-  const auto quantised = [&](auto& args) {
+  const auto pass_quantised_d_out = [&](auto& args) {
     args.d_out_q = d_out.q.view();
     args.d_out_scales = d_out.scales.view();
   };
@@ -139,24 +139,24 @@ TEST(Fp8, TheNetworkRefusesWhatDoesNotFit) {
       [&](auto& args) {
         args.precision = 1;
         args.dh_q = args.dh_scales = nullptr;
-        quantised(args);
+        pass_quantised_d_out(args);
       },
       "d_out_q: got a tensor, expected NULL without AB_PRECISION_FP8");
   backward_refused(
       [&](auto& args) {
-        quantised(args);
+        pass_quantised_d_out(args);
         args.d_out_scales = nullptr;
       },
       "d_out_scales: got NULL, expected float32 [T=30, D/128=2]");
   backward_refused(
       [&](auto& args) {
-        quantised(args);
+        pass_quantised_d_out(args);
         args.d_out = nullptr;
       },
       "d_out: got NULL, expected");
   backward_refused(
       [&](auto& args) {
-        quantised(args);
+        pass_quantised_d_out(args);
         args.h = args.d_weights = nullptr;
       },
       "d_out_q: got a tensor, expected NULL without h");

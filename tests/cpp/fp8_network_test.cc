@@ -1,11 +1,11 @@
-// The experts' network of quantised factors, against products in double of the numbers that these stand for.
+// Expert MLPs in FP8 against float64 GEMMs of the dequantised operands.
 #include "fp8_network.h"
 #include "anabranch/dispatch.h"
 
 namespace anabranch::testing {
 namespace {
 
-// Every result of the network from those before it, in double.
+// Computes every result in float64 from the network's own earlier results, so that errors do not add up.
 struct Expected {
   const QuantizedNetwork& net;
   std::vector<int64_t> offsets;
@@ -57,21 +57,21 @@ struct Expected {
       if (slot < 0) continue;
       const int64_t t = slot / net.K;
       const double w = net.weights[slot];
-      const std::vector<double> of_h = product(row(x, t, D), w_in, 1, D, P * F);
-      const std::vector<double> of_y = product(row(a_q.values, r, F), w_out, 1, F, D);
-      const std::vector<double> of_da = product(row(d_out, t, D), w_out_transposed, 1, D, F);
-      std::vector<double> of_dh(static_cast<size_t>(P * F));
+      const std::vector<double> h_row = matmul(row(x, t, D), w_in, 1, D, P * F);
+      const std::vector<double> y_row = matmul(row(a_q.values, r, F), w_out, 1, F, D);
+      const std::vector<double> da_row = matmul(row(d_out, t, D), w_out_transposed, 1, D, F);
+      std::vector<double> dh_row(static_cast<size_t>(P * F));
       for (int64_t j = 0; j < P * F; ++j) {
         const auto i = static_cast<size_t>(j);
-        h[static_cast<size_t>(r * P * F + j)] = of_h[i] + net.b_in[e * P * F + j];
-        of_dh[i] = dh_q.values[static_cast<size_t>(r * P * F + j)];
+        h[static_cast<size_t>(r * P * F + j)] = h_row[i] + net.b_in[e * P * F + j];
+        dh_row[i] = dh_q.values[static_cast<size_t>(r * P * F + j)];
       }
-      const std::vector<double> of_dx = product(of_dh, w_in_transposed, 1, P * F, D);
+      const std::vector<double> dx_row = matmul(dh_row, w_in_transposed, 1, P * F, D);
       for (int64_t d = 0; d < D; ++d) {
         const auto i = static_cast<size_t>(r * D + d);
         const double bias = w * net.b_out[e * D + d];
-        y[i] = (net.early != 0 ? 1.0 : w) * of_y[static_cast<size_t>(d)] + bias;
-        dx_rows[i] = of_dx[static_cast<size_t>(d)];
+        y[i] = (net.early != 0 ? 1.0 : w) * y_row[static_cast<size_t>(d)] + bias;
+        dx_rows[i] = dx_row[static_cast<size_t>(d)];
         d_b_out[static_cast<size_t>(e * D + d)] += w * net.d_out[t * D + d];
         d_weights[static_cast<size_t>(slot)] += net.d_out[t * D + d] * net.b_out[e * D + d];
       }
@@ -80,7 +80,7 @@ struct Expected {
         const double up = P == 1 ? 1.0 : net.h[(r * P + 1) * F + f];
         const double sigmoid = 1 / (1 + std::exp(-gate));
         const double silu = gate * sigmoid;
-        const double da = of_da[static_cast<size_t>(f)];
+        const double da = da_row[static_cast<size_t>(f)];
         const auto i = static_cast<size_t>(r * F + f);
         a[i] = silu * up * (net.early != 0 ? w : 1.0);
         weighted_a[i] = w * silu * up;
@@ -120,7 +120,7 @@ struct Expected {
   }
 };
 
-TEST(Fp8, TheNetworkIsThatOfQuantisedFactors) {
+TEST(Fp8, TheNetworkMatchesDequantisedOperands) {
   for (const int32_t early : {0, 1}) {
     QuantizedNetwork net(early == 0 ? 2 : 1, early == 0 ? AB_FP8_SCALES_FLOAT32 : AB_FP8_SCALES_POWER_OF_TWO);
     net.early = early;
@@ -136,7 +136,7 @@ TEST(Fp8, TheNetworkHasTheSameBitsForEveryThreadCount) {
   expect_same_results(many, one);
 }
 
-TEST(Fp8, WeightsGivenQuantisedAreAsGood) {
+TEST(Fp8, QuantisedWeightsMatchQuantisingInTheCall) {
   const int32_t kind = AB_FP8_SCALES_POWER_OF_TWO;
   const QuantizedNetwork want(2, kind), net(2, kind);
   want.compute();
@@ -162,7 +162,7 @@ TEST(Fp8, WeightsGivenQuantisedAreAsGood) {
   expect_same_results(net, want);
 }
 
-// Weights of another dtype than the rows are quantised from what they are.
+// Weights whose dtype differs from that of the rows are quantised from their own dtype, without a conversion first.
 TEST(Fp8, WeightsMayBeFloat32BesideRowsOfBfloat16) {
   const std::vector<int32_t> slots = mixed_slots(12, 10);
   const Network<uint16_t> net(5, 2, 128, 2, 128, {4, 7}, slots), want(5, 2, 128, 2, 128, {4, 7}, slots);
@@ -188,8 +188,8 @@ TEST(Fp8, WeightsMayBeFloat32BesideRowsOfBfloat16) {
   EXPECT_EQ(net.d_w_in.values(), want.d_w_in.values());
 }
 
-// What the layer does: the first half and the sum of the second, dh and the sum of its product.
-TEST(Fp8, RowsAreSummedAsTheyAreComputed) {
+// The calls of the whole layer: up, then down with the sum by token; dh, then dgrad with the sum by token.
+TEST(Fp8, CombinedSumsMatchTheRows) {
   for (const int32_t early : {0, 1}) {
     QuantizedNetwork net(2, AB_FP8_SCALES_FLOAT32);
     net.early = early;
@@ -200,7 +200,7 @@ TEST(Fp8, RowsAreSummedAsTheyAreComputed) {
     }
     const QuantizedWeights w_in(net.w_in.view(), net.kind), w_out(net.w_out.view(), net.kind);
     const Floats got({net.T, net.D}), want({net.T, net.D});
-    const auto summed = [&](const Floats& rows, ab_grouped_matmul_combine_args args, const ab_tensor* weights) {
+    const auto check_sum = [&](const Floats& rows, ab_grouped_matmul_combine_args args, const ab_tensor* weights) {
       const ab_combine_args sum{sizeof(sum), rows.view(), row_of_slot.view(), weights, want.view(), nullptr};
       EXPECT_OK(call(ab_combine, ab_combine_workspace, sum));
       args.size = sizeof(args);
@@ -221,14 +221,14 @@ TEST(Fp8, RowsAreSummedAsTheyAreComputed) {
       down.bias = net.b_out.view();
       down.weights = net.weights.view();
       down.weight_early = 1;
-      summed(net.y, down, nullptr);
+      check_sum(net.y, down, nullptr);
     } else {
-      ab_expert_ffn_forward_args plain = net.up_and_down();  // rows that the sum weights
+      ab_expert_ffn_forward_args plain = net.up_and_down();  // the sum applies the weights
       plain.weights = nullptr;
       EXPECT_OK(QuantizedNetwork::run(plain));
       down.bias = net.b_out.view();
       down.weights = net.weights.view();
-      summed(net.y, down, net.weights.view());
+      check_sum(net.y, down, net.weights.view());
     }
     const ab_tensor rows{net.dh_q.view()->data, AB_FLOAT8_E4M3, 2, {net.R, net.P * net.F}, nullptr};
     const ab_tensor scales{net.dh_scales.view()->data, AB_FLOAT32, 2, {net.R, net.P * net.F / kBlock}, nullptr};
@@ -241,13 +241,13 @@ TEST(Fp8, RowsAreSummedAsTheyAreComputed) {
     dgrad.x_scales = &scales;
     dgrad.w_q = &w_q;
     dgrad.w_scales = &w_scales;
-    summed(net.dx_rows, dgrad, nullptr);
+    check_sum(net.dx_rows, dgrad, nullptr);
   }
 }
 
-// Operands of bfloat16 give the `a` of float32 operands of the same values: it is not rounded before it is quantised,
-// though it is when it is kept. dh is.
-TEST(Fp8, HiddenRowsAreQuantisedFromFloat32AndTheirGradientAsItStands) {
+// bfloat16 operands give the same quantised `a` as float32 operands of equal values: `a` is quantised from float32 and
+// rounded to bfloat16 only where it is saved. dh is rounded before it is quantised.
+TEST(Fp8, AIsQuantisedFromFloat32AndDhFromItsDtype) {
   QuantizedNetwork wide(2, AB_FP8_SCALES_FLOAT32);
   Network<uint16_t> narrow(wide.T, wide.K, wide.D, wide.P, wide.F, wide.group_sizes.values(),
                            wide.slot_of_row.values());
@@ -282,22 +282,22 @@ TEST(Fp8, HiddenRowsAreQuantisedFromFloat32AndTheirGradientAsItStands) {
   EXPECT_EQ(dh_q.values(), dh.q);
   EXPECT_TRUE(same_bits(dh_scales.values(), dh.scales));
 
-  // What follows from it is that of float32 operands, too.
-  ab_expert_ffn_backward_args rest = wide.backward_all();
-  rest.h = nullptr;
-  rest.d_weights = nullptr;
-  rest.dh_q = rest.dh_scales = nullptr;
-  EXPECT_OK(QuantizedNetwork::run(rest));
+  // dx_rows, computed from that dh, matches the one of float32 operands.
+  ab_expert_ffn_backward_args dx_args = wide.backward_all();
+  dx_args.h = nullptr;
+  dx_args.d_weights = nullptr;
+  dx_args.dh_q = dx_args.dh_scales = nullptr;
+  EXPECT_OK(QuantizedNetwork::run(dx_args));
   for (int64_t i = 0; i < wide.dx_rows.size(); ++i) {
     ASSERT_EQ(narrow.dx_rows[i], from_float<BFloat16>(wide.dx_rows[i]).bits);
   }
 }
 
-// The first call gives dh, the second what follows from it: from dh_q, or from dh as it stands, which is float32 here.
-TEST(Fp8, TheBackwardPassMayBeSeveralCalls) {
+// The first call computes dh. The second computes the gradients that depend on it from dh_q, or from dh in float32.
+TEST(Fp8, BackwardInTwoCallsMatchesOne) {
   const QuantizedNetwork want(2, AB_FP8_SCALES_FLOAT32);
   want.compute();
-  for (const bool keeps_quantised : {true, false}) {
+  for (const bool passes_dh_q : {true, false}) {
     const QuantizedNetwork net(2, AB_FP8_SCALES_FLOAT32);
     EXPECT_OK(QuantizedNetwork::run(net.up_and_down()));
     EXPECT_OK(QuantizedNetwork::run(net.up()));
@@ -306,14 +306,14 @@ TEST(Fp8, TheBackwardPassMayBeSeveralCalls) {
     ab_expert_ffn_backward_args second = net.backward_all();
     second.h = nullptr;
     second.d_weights = nullptr;
-    if (!keeps_quantised) second.dh_q = second.dh_scales = nullptr;
+    if (!passes_dh_q) second.dh_q = second.dh_scales = nullptr;
     EXPECT_OK(QuantizedNetwork::run(first));
     EXPECT_OK(QuantizedNetwork::run(second));
     expect_same_results(net, want);
   }
 }
 
-TEST(Fp8, EmptySizesAreOrdinary) {
+TEST(Fp8, AcceptsEmptySizes) {
   for (const auto& [D, F] : {std::pair{0, 128}, std::pair{128, 0}, std::pair{0, 0}}) {
     Network<float> net(3, 2, D, 2, F, {2, 0, 4}, slots_in_order(6));
     net.precision = AB_PRECISION_FP8;

@@ -1,4 +1,4 @@
-// Factors of FP8 products quantised by the library, and products in double of what they stand for.
+// Operands quantised by the library, and float64 GEMMs of the dequantised values.
 #pragma once
 
 #include <algorithm>
@@ -13,9 +13,9 @@
 
 namespace anabranch::testing {
 
-constexpr double kFloat32Sums = 3e-6;  // of some hundred terms, relative to the norm of what is compared
+constexpr double kFloat32Sums = 3e-6;  // error of sums of some hundred terms, relative to the norm of the result
 
-// Blocks of different sizes of numbers: a scale of another block is far off.
+// Gives each block another magnitude, so that using the scale of the wrong block gives a large error.
 inline void vary(Floats& tensor, int64_t columns, int64_t block_rows) {
   for (int64_t i = 0; i < tensor.size(); ++i) {
     const int64_t block = i / columns / block_rows * 5 + i % columns / kBlock * 3;
@@ -27,7 +27,7 @@ inline std::vector<float> slice(const Floats& tensor, int64_t begin, int64_t cou
   return {tensor.values().begin() + begin, tensor.values().begin() + begin + count};
 }
 
-// Each of `parts` equal parts, an expert's for instance, in its own norm.
+// Compares `parts` equal parts of a tensor (one per expert, for example), each relative to its own norm.
 inline void expect_parts_near(const Floats& got, const std::vector<double>& want, int64_t parts,
                               const std::string& name) {
   ASSERT_EQ(got.size(), static_cast<int64_t>(want.size())) << name;
@@ -39,15 +39,15 @@ inline void expect_parts_near(const Floats& got, const std::vector<double>& want
   }
 }
 
-// a [m, k] times b [k, n].
-inline std::vector<double> product(std::span<const double> a, std::span<const double> b, int64_t m, int64_t k,
-                                   int64_t n) {
+// c [m, n] = a [m, k] b [k, n].
+inline std::vector<double> matmul(std::span<const double> a, std::span<const double> b, int64_t m, int64_t k,
+                                  int64_t n) {
   std::vector<double> c(static_cast<size_t>(m * n));
   for (int64_t i = 0; i < m; ++i) {
     for (int64_t p = 0; p < k; ++p) {
-      const double factor = a[static_cast<size_t>(i * k + p)];
+      const double value = a[static_cast<size_t>(i * k + p)];
       for (int64_t j = 0; j < n; ++j) {
-        c[static_cast<size_t>(i * n + j)] += factor * b[static_cast<size_t>(p * n + j)];
+        c[static_cast<size_t>(i * n + j)] += value * b[static_cast<size_t>(p * n + j)];
       }
     }
   }
@@ -61,7 +61,7 @@ inline std::vector<double> transposed(std::span<const double> a, int64_t rows, i
   return result;
 }
 
-// Rows quantised by the library.
+// Rows that the library quantises.
 struct QuantizedTensor {
   Bytes q;
   Floats scales;
@@ -73,14 +73,14 @@ struct QuantizedTensor {
   }
 };
 
-// Weights [E, D, N] or [E, D, P, F] quantised by the library, in both orientations.
+// Weights [E, D, N] or [E, D, P, F] that the library quantises, in both orientations.
 struct QuantizedWeights {
   Bytes q, q_transposed;
   Floats scales;
 
-  static std::vector<int64_t> shape_of(const ab_tensor* w, bool transposes) {
+  static std::vector<int64_t> shape_of(const ab_tensor* w, bool transpose) {
     std::vector<int64_t> shape(w->shape, w->shape + w->rank);
-    if (transposes) std::rotate(shape.begin() + 1, shape.begin() + 2, shape.end());
+    if (transpose) std::rotate(shape.begin() + 1, shape.begin() + 2, shape.end());
     return shape;
   }
   static std::vector<int64_t> blocks_of(const ab_tensor* w) {

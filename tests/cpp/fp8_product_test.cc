@@ -1,18 +1,18 @@
-// Grouped products of quantised factors, against products in double of the numbers that these stand for.
+// Grouped GEMMs in FP8 against float64 GEMMs of the dequantised operands.
 #include "fp8_operands.h"
 #include "grouped_matmul_args.h"
 
 namespace anabranch::testing {
 namespace {
 
-struct Product {
+struct Gemm {
   static constexpr int64_t R = 45, D = 256, N = 384;
   Floats x = random({R, D}, 1);
   Floats w;
   Ints sizes{{4}, {13, 0, 30, 1}};  // one row past the groups
   int32_t transpose_w, kind;
 
-  Product(bool transpose, int32_t fp8_scales)
+  Gemm(bool transpose, int32_t fp8_scales)
       : w(transpose ? random({4, N, D}, 2) : random({4, D, N}, 2)), transpose_w(transpose ? 1 : 0), kind(fp8_scales) {
     vary(x, D, 1);
     vary(w, transpose ? D : N, kBlock);
@@ -37,26 +37,26 @@ struct Product {
       const auto e_ = static_cast<size_t>(e);
       const int64_t count = offsets[e_ + 1] - offsets[e_];
       const std::vector<double> part =
-          product(std::span(rows).subspan(static_cast<size_t>(offsets[e_] * D)), matrix, count, D, N);
+          matmul(std::span(rows).subspan(static_cast<size_t>(offsets[e_] * D)), matrix, count, D, N);
       std::copy(part.begin(), part.end(), y.begin() + offsets[e_] * N);
     }
     return y;
   }
 };
 
-TEST(Fp8, AProductIsThatOfQuantisedFactors) {
+TEST(Fp8, AGemmMatchesDequantisedOperands) {
   for (const bool transpose : {false, true}) {
     for (const int32_t kind : {AB_FP8_SCALES_FLOAT32, AB_FP8_SCALES_POWER_OF_TWO}) {
-      const Product op(transpose, kind);
-      const Floats y({Product::R, Product::N});
-      EXPECT_OK(Product::run(op.args(y.view())));
-      expect_parts_near(y, op.want(), Product::R, "y");
+      const Gemm op(transpose, kind);
+      const Floats y({Gemm::R, Gemm::N});
+      EXPECT_OK(Gemm::run(op.args(y.view())));
+      expect_parts_near(y, op.want(), Gemm::R, "y");
 
-      // The same bits with any factor given, and on any number of threads.
+      // Passing quantised operands or changing the thread count does not change the bits.
       const QuantizedTensor x(op.x.view(), kind);
       const QuantizedWeights w(op.w.view(), kind);
       for (int given = 0; given < 4; ++given) {
-        const Floats same({Product::R, Product::N});
+        const Floats same({Gemm::R, Gemm::N});
         ab_grouped_matmul_args args = op.args(same.view());
         if (given % 2 == 1) {
           args.x = x.q.view();
@@ -67,33 +67,33 @@ TEST(Fp8, AProductIsThatOfQuantisedFactors) {
           args.w_q = transpose ? w.q.view() : w.q_transposed.view();
           args.w_scales = w.scales.view();
         }
-        EXPECT_OK(Product::run(args, 1 + given));
+        EXPECT_OK(Gemm::run(args, 1 + given));
         EXPECT_EQ(same.values(), y.values()) << given;
       }
-      const Tensor<uint16_t> narrow({Product::R, Product::N});
+      const Tensor<uint16_t> narrow({Gemm::R, Gemm::N});
       ab_grouped_matmul_args args = op.args(narrow.view());
       args.x = x.q.view();
       args.x_scales = x.scales.view();
-      EXPECT_OK(Product::run(args));
+      EXPECT_OK(Gemm::run(args));
       for (int64_t i = 0; i < y.size(); ++i) ASSERT_EQ(narrow[i], from_float<BFloat16>(y[i]).bits) << i;
     }
   }
 }
 
-TEST(Fp8, WhatIsNoNumberStaysInItsRowAndItsColumns) {
-  Product op(false, AB_FP8_SCALES_FLOAT32);
-  const Floats clean({Product::R, Product::N}), y({Product::R, Product::N});
-  EXPECT_OK(Product::run(op.args(clean.view())));
-  op.x[14 * Product::D + 200] = INFINITY;
-  op.x[44 * Product::D] = NAN;                                             // past the groups
-  op.w[(2 * Product::D + 130) * Product::N + 150] = NAN;                   // expert 2, columns 128 to 255
-  for (int64_t j = 0; j < Product::D; ++j) op.x[20 * Product::D + j] = 0;  // zeros do not hide it
-  EXPECT_OK(Product::run(op.args(y.view())));
-  for (int64_t r = 0; r < Product::R; ++r) {
-    for (int64_t n = 0; n < Product::N; ++n) {
-      const int64_t i = r * Product::N + n;
-      const bool is_none = r == 14 || (r >= 13 && r < 43 && n >= 128 && n < 256);
-      if (is_none) {
+TEST(Fp8, NanStaysInItsRowAndColumns) {
+  Gemm op(false, AB_FP8_SCALES_FLOAT32);
+  const Floats clean({Gemm::R, Gemm::N}), y({Gemm::R, Gemm::N});
+  EXPECT_OK(Gemm::run(op.args(clean.view())));
+  op.x[14 * Gemm::D + 200] = INFINITY;
+  op.x[44 * Gemm::D] = NAN;                                          // past the groups
+  op.w[(2 * Gemm::D + 130) * Gemm::N + 150] = NAN;                   // expert 2, columns 128 to 255
+  for (int64_t j = 0; j < Gemm::D; ++j) op.x[20 * Gemm::D + j] = 0;  // 0 * NaN is NaN
+  EXPECT_OK(Gemm::run(op.args(y.view())));
+  for (int64_t r = 0; r < Gemm::R; ++r) {
+    for (int64_t n = 0; n < Gemm::N; ++n) {
+      const int64_t i = r * Gemm::N + n;
+      const bool is_nan = r == 14 || (r >= 13 && r < 43 && n >= 128 && n < 256);
+      if (is_nan) {
         ASSERT_TRUE(std::isnan(y[i])) << r << " " << n;
       } else {
         ASSERT_EQ(y[i], r == 20 ? 0.0f : clean[i]) << r << " " << n;
@@ -102,9 +102,9 @@ TEST(Fp8, WhatIsNoNumberStaysInItsRowAndItsColumns) {
   }
 }
 
-TEST(Fp8, ProductsRefuseWhatDoesNotFit) {
-  const Product op(false, AB_FP8_SCALES_FLOAT32);
-  const Floats y({Product::R, Product::N}), narrow({Product::R, 100}), odd({1, 1});
+TEST(Fp8, GemmsRefuseBadArguments) {
+  const Gemm op(false, AB_FP8_SCALES_FLOAT32);
+  const Floats y({Gemm::R, Gemm::N}), narrow({Gemm::R, 100}), odd({1, 1});
   const Floats w_ragged({4, 256, 100});
   const QuantizedTensor x(op.x.view(), 0);
   const QuantizedWeights w(op.w.view(), 0);
@@ -113,7 +113,7 @@ TEST(Fp8, ProductsRefuseWhatDoesNotFit) {
     args.w_q = w.q_transposed.view();
     args.w_scales = w.scales.view();
     change(args);
-    EXPECT_REFUSED(Product::run(args), AB_INVALID_ARGUMENT, text);
+    EXPECT_REFUSED(Gemm::run(args), AB_INVALID_ARGUMENT, text);
     EXPECT_REFUSED(ab_grouped_matmul(&args, nullptr), AB_INVALID_ARGUMENT, text);
   };
   const auto other_precision = [](auto& args) { args.precision = AB_PRECISION_TF32; };

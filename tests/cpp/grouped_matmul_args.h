@@ -1,4 +1,4 @@
-// The arguments of a grouped product that has no other than these.
+// Arguments of a grouped GEMM without the optional ones.
 #pragma once
 
 #include "anabranch/experts.h"

@@ -1,4 +1,4 @@
-// Products whose rows are summed by token, against the two operations, bit for bit.
+// grouped_matmul_combine against a grouped GEMM followed by combine, bit for bit.
 #include <algorithm>
 
 #include "anabranch/dispatch.h"
@@ -7,7 +7,7 @@
 namespace anabranch::testing {
 namespace {
 
-// A network's rows and what its two products make of them, summed by token.
+// The rows of a network, and the sums by token of its down and dgrad GEMMs.
 template <class T_>
 struct Combined {
   const Network<T_>& net;
@@ -35,7 +35,7 @@ struct Combined {
     return flat;
   }
 
-  // In two operations, and in one.
+  // Compares combine on the finished rows with the single operation.
   void expect_same(const Tensor<T_>& rows, ab_grouped_matmul_combine_args args) {
     const ab_tensor* weights = args.weight_early != 0 ? nullptr : args.weights;
     const ab_combine_args sum{sizeof(sum), rows.view(), args.row_of_slot, weights, want.view(), args.addend};
@@ -60,7 +60,7 @@ struct Combined {
     return args;
   }
 
-  // weights: 0 none, 1 late, 2 early.
+  // weights: 0 none, 1 late (in the sum), 2 early (in `a`).
   void check_down(bool biased, int weights, bool adds) {
     ab_expert_ffn_forward_args forward = net.forward_args();
     forward.a = a.view();
@@ -75,11 +75,11 @@ struct Combined {
     if (adds) down.addend = addend.view();
     expect_same(net.y, down);
 
-    const std::vector<T_> both = a.values();
+    const std::vector<T_> a_with_y = a.values();
     std::fill(a.values().begin(), a.values().end(), T_{1});
     forward.y = forward.w_out = forward.b_out = nullptr;
     EXPECT_OK(call(ab_expert_ffn_forward, ab_expert_ffn_forward_workspace, forward));
-    EXPECT_EQ(a.values(), both) << "the first half alone";
+    EXPECT_EQ(a.values(), a_with_y) << "`a` requested without y";
   }
 
   void check_dgrad(bool adds) {
@@ -108,7 +108,8 @@ void check_combined(const Network<T_>& net) {
   }
 }
 
-// Slots in another order, every fifth row padding, the last rows past the groups.
+// Slots in reverse order. Every fifth row is padding, and so are rows for which no slot is left. Rows past the groups
+// get slots too.
 std::vector<int32_t> mixed_slots(int64_t R, int64_t slots) {
   const int32_t none[] = {-1, INT32_MIN, INT32_MAX, static_cast<int32_t>(slots)};
   std::vector<int32_t> result(static_cast<size_t>(R));
@@ -119,14 +120,14 @@ std::vector<int32_t> mixed_slots(int64_t R, int64_t slots) {
   return result;
 }
 
-TEST(GroupedMatmulCombine, IsTheProductAndTheSum) {
+TEST(GroupedMatmulCombine, MatchesGemmAndCombine) {
   check_combined(Network<float>(20, 3, 33, 2, 24, {7, 0, 1, 40, 9}, mixed_slots(70, 60)));
   check_combined(Network<uint16_t>(20, 3, 33, 2, 24, {7, 0, 1, 40, 9}, mixed_slots(70, 60)));
   check_combined(Network<uint16_t>(300, 2, 600, 1, 130, {200, 0, 300, 90}, mixed_slots(600, 600)));
   check_combined(Network<float>(5, 2, 8, 2, 8, {0, 0}, mixed_slots(6, 10)));
 }
 
-TEST(GroupedMatmulCombine, EmptySizesAreOrdinary) {
+TEST(GroupedMatmulCombine, AcceptsEmptySizes) {
   check_combined(Network<float>(3, 2, 4, 2, 5, {1, 0}, {}));
   check_combined(Network<float>(0, 2, 4, 2, 5, {1, 0}, {-1, -1}));
   check_combined(Network<float>(3, 2, 0, 2, 5, {1, 0}, slots_in_order(4)));
@@ -134,7 +135,7 @@ TEST(GroupedMatmulCombine, EmptySizesAreOrdinary) {
   check_combined(Network<float>(3, 2, 4, 2, 5, {}, slots_in_order(4)));
 }
 
-TEST(GroupedMatmulCombine, ABiasJoinsTransposedWeightsToo) {
+TEST(GroupedMatmulCombine, AcceptsABiasWithTransposedWeights) {
   const Network<float> net(20, 3, 33, 2, 24, {7, 0, 1, 40, 9}, mixed_slots(70, 60));
   Combined<float> combined(net);
   ab_expert_ffn_forward_args forward = net.forward_args();
@@ -155,8 +156,8 @@ TEST(GroupedMatmulCombine, ABiasJoinsTransposedWeightsToo) {
   expect_near(combined.got, want, 1e-6, "out");
 }
 
-// Nothing is read or written out of bounds (under AddressSanitizer), and the sums are those of two operations.
-TEST(GroupedMatmulCombine, MapsMayHoldAnything) {
+// With garbage indices nothing is accessed out of bounds (under AddressSanitizer), and the sums match two operations.
+TEST(GroupedMatmulCombine, ToleratesGarbageIndices) {
   const Network<float> net(20, 3, 33, 2, 24, {INT32_MAX, -5, 3, INT32_MIN}, mixed_slots(70, 60));
   Combined<float> combined(net);
   for (int64_t slot = 0; slot < 60; ++slot) {
@@ -166,7 +167,7 @@ TEST(GroupedMatmulCombine, MapsMayHoldAnything) {
   combined.check_dgrad(true);
 }
 
-TEST(GroupedMatmulCombine, TheSumMayTakeThePlaceOfTheAddend) {
+TEST(GroupedMatmulCombine, OutMayAliasTheAddend) {
   const Network<float> net(20, 3, 33, 2, 24, {7, 0, 1, 40, 9}, mixed_slots(70, 60));
   Combined<float> combined(net);
   combined.check_down(false, 1, true);
@@ -176,7 +177,7 @@ TEST(GroupedMatmulCombine, TheSumMayTakeThePlaceOfTheAddend) {
   EXPECT_EQ(combined.addend.values(), combined.want.values());
 }
 
-// A CPU has no products of fewer digits.
+// The CPU computes in full precision even if a lower one is allowed.
 TEST(GroupedMatmulCombine, EveryPrecisionHasTheSameBits) {
   const Network<float> net(20, 3, 33, 2, 24, {7, 0, 1, 40, 9}, mixed_slots(70, 60));
   Combined<float> combined(net);
@@ -189,7 +190,7 @@ TEST(GroupedMatmulCombine, EveryPrecisionHasTheSameBits) {
   EXPECT_EQ(combined.got.values(), combined.want.values());
 }
 
-TEST(GroupedMatmulCombine, RefusesWhatDoesNotFit) {
+TEST(GroupedMatmulCombine, RefusesBadArguments) {
   const Network<float> net(2, 2, 3, 2, 4, {3, 1}, slots_in_order(4));
   const Combined<float> combined(net);
   const auto refused = [&](auto change, const char* text) {

@@ -1,4 +1,4 @@
-// Grouped products and their gradients.
+// Grouped GEMMs and their gradients.
 #include <algorithm>
 #include <cmath>
 #include <string>
@@ -52,19 +52,19 @@ void check_grouped(const std::vector<int32_t>& group_sizes, int64_t R, int64_t D
   expect_near(gradient, d_w, 1e-6, "d_w");
 }
 
-TEST(GroupedMatmul, IsOneProductForEachExpert) {
+TEST(GroupedMatmul, IsOneGemmPerExpert) {
   for (const bool transpose : {false, true}) {
     check_grouped({3, 0, 5, 1}, 9, 7, 5, transpose);
     check_grouped({3, 0, 5, 1}, 12, 7, 5, transpose);
     check_grouped({300, 1, 17}, 320, 33, 40, transpose);
     check_grouped({40}, 40, 600, 530, transpose);
-    check_grouped({20, 20}, 40, 8, 1024, transpose);  // rows of w whole pages apart
+    check_grouped({20, 20}, 40, 8, 1024, transpose);  // the row stride of w is a whole page
     check_grouped({0, 0}, 4, 3, 2, transpose);
     check_grouped({2}, 0, 3, 2, transpose);
   }
 }
 
-// A CPU has no products of fewer digits.
+// The CPU computes in full precision even if a lower one is allowed.
 TEST(GroupedMatmul, EveryPrecisionHasTheSameBits) {
   const Floats x = random({40, 33}, 1), w = random({2, 33, 20}, 2), d_y = random({40, 20}, 3);
   const Ints sizes({2}, {30, 10});
@@ -77,7 +77,7 @@ TEST(GroupedMatmul, EveryPrecisionHasTheSameBits) {
   EXPECT_EQ(rounded_d_w.values(), d_w.values());
 }
 
-TEST(GroupedMatmul, NoSizeReachesOutOfBounds) {
+TEST(GroupedMatmul, GroupSizesAreClippedToTheRows) {
   for (const bool transpose : {false, true}) {
     check_grouped({-5, 3, INT32_MIN, 4, -1}, 6, 5, 3, transpose);
     check_grouped({2, INT32_MAX, INT32_MAX, 1}, 7, 5, 3, transpose);
@@ -99,12 +99,12 @@ void expect_accumulation(const Tensor<T>& x, const Tensor<T>& d_y, const std::ve
 }
 
 TEST(GroupedMatmul, GradientsAccumulate) {
-  const std::vector<int32_t> sizes = {30, 0, 1500, 1, 0};  // sums of more terms than a block, experts without rows
+  const std::vector<int32_t> sizes = {30, 0, 1500, 1, 0};  // sums longer than a k-block; experts without rows
   expect_accumulation(random({1540, 20}, 1), random({1540, 530}, 2), sizes);
   expect_accumulation(random_bf16({1540, 20}, 1), random_bf16({1540, 530}, 2), sizes);
 }
 
-TEST(GroupedMatmul, RefusesWhatDoesNotFit) {
+TEST(GroupedMatmul, RefusesBadArguments) {
   const Floats x = random({4, 3}, 1);
   const Floats w = random({2, 3, 5}, 2);
   const Ints sizes({2}, {2, 2});

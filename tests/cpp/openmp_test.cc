@@ -1,4 +1,4 @@
-// OpenMP's threads: held up by other processes, and in regions of the caller's.
+// Tests of OpenMP: a thread that other processes hold up, and calls inside the caller's parallel regions.
 #include <gtest/gtest.h>
 #include <omp.h>
 #include <pthread.h>
@@ -18,7 +18,7 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// Column sums whose bits depend on the order of the additions.
+// Returns column sums whose bits depend on the order of the additions.
 std::vector<float> column_sums(int threads) {
   const int64_t T = 4096;
   std::vector<float> values(static_cast<size_t>(T * 3));
@@ -52,7 +52,7 @@ void release() {
   while (held) std::this_thread::yield();
 }
 
-TEST(OpenMp, HoldsUpOneCallAndNotTheNext) {
+TEST(OpenMp, AHeldThreadDelaysOneCallOnly) {
   constexpr std::chrono::milliseconds kHeld{50};
   ASSERT_EQ(pipe(release_pipe), 0);
   std::signal(SIGUSR1, wait_for_release);
@@ -62,7 +62,7 @@ TEST(OpenMp, HoldsUpOneCallAndNotTheNext) {
 
   const std::vector<float> want = column_sums(1);
   Clock::duration lasted{};
-  while (lasted < kHeld / 2) {  // until the call used OpenMP
+  while (lasted < kHeld / 2) {  // repeat until a call has used OpenMP
     hold(second);
     std::thread later([&] {
       std::this_thread::sleep_for(kHeld);
@@ -82,7 +82,7 @@ TEST(OpenMp, HoldsUpOneCallAndNotTheNext) {
 
 TEST(OpenMp, CallsInRegionsHaveTheSameBits) {
   const std::vector<float> want = column_sums(1);
-  for (const int levels : {1, 2}) {  // of nested regions that have more than one thread
+  for (const int levels : {1, 2}) {  // levels of nested regions that may have more than one thread
     omp_set_max_active_levels(levels);
     for (int i = 0; i < 20; ++i) {
 #pragma omp parallel num_threads(3)

@@ -8,8 +8,8 @@
 namespace anabranch::testing {
 namespace {
 
-// The plan as the definition says it: expert by expert, slot by slot.
-void expect_is_the_plan(const Plan& plan, const std::vector<int32_t>& experts, int64_t E, int64_t align, int64_t R) {
+// Compares with the definition of the plan, computed expert by expert and slot by slot.
+void expect_plan(const Plan& plan, const std::vector<int32_t>& experts, int64_t E, int64_t align, int64_t R) {
   std::vector<int32_t> row_of_slot(experts.size(), -1);
   std::vector<int32_t> slot_of_row(static_cast<size_t>(R), -1);
   int64_t start = 0;
@@ -38,7 +38,7 @@ void expect_is_the_plan(const Plan& plan, const std::vector<int32_t>& experts, i
   EXPECT_EQ(plan.dropped[0], dropped);
 }
 
-TEST(Plan, IsTheDefinition) {
+TEST(Plan, MatchesTheDefinition) {
   for (const int64_t T : {0, 1, 7, 600}) {
     for (const int64_t E : {1, 3, 64, 130}) {
       for (const int64_t K : {int64_t{1}, std::min<int64_t>(E, 8)}) {
@@ -50,7 +50,7 @@ TEST(Plan, IsTheDefinition) {
             const Plan plan(T, K, E, R);
             EXPECT_OK(call(ab_plan, ab_plan_workspace, plan_args(&input, nullptr, E, align, plan)));
             SCOPED_TRACE(::testing::Message() << "T " << T << " E " << E << " K " << K << " a " << a << " R " << R);
-            expect_is_the_plan(plan, experts, E, a, R);
+            expect_plan(plan, experts, E, a, R);
           }
         }
       }
@@ -58,7 +58,7 @@ TEST(Plan, IsTheDefinition) {
   }
 }
 
-TEST(Plan, TakesARoutingMapWithASlotForEveryPair) {
+TEST(Plan, AcceptsARoutingMapOfTokensByExperts) {
   for (const int64_t E : {1, 7, 8, 29}) {
     const int64_t T = 300;
     const int64_t R = 1600;
@@ -75,9 +75,9 @@ TEST(Plan, TakesARoutingMapWithASlotForEveryPair) {
     ab_plan_args args = plan_args(nullptr, &input, E, 8, plan);
     args.row_id_map = row_id_map.view();
     EXPECT_OK(call(ab_plan, ab_plan_workspace, args));
-    expect_is_the_plan(plan, experts, E, 8, R);
+    expect_plan(plan, experts, E, 8, R);
 
-    // read with the padding before every expert, the map gives the same two maps
+    // Expand the row_id_map, given the padding before each expert. The result must be the plan's index tensors.
     Tensor<int32_t> padding({E});
     int32_t packed = 0;
     for (int64_t e = 0; e < E; ++e) {
@@ -110,7 +110,7 @@ TEST(Plan, IsTheSameForEveryThreadCount) {
   const Tensor<int32_t> experts({T, K}, indices(T * K, -3, E + 2, 3));
   const Plan one(T, K, E, R);
   EXPECT_OK(call(ab_plan, ab_plan_workspace, plan_args(&experts, nullptr, E, 8, one), 1));
-  expect_is_the_plan(one, experts.values(), E, 8, R / 8 * 8);
+  expect_plan(one, experts.values(), E, 8, R / 8 * 8);
   for (const int threads : {2, 3, 8}) {
     const Plan many(T, K, E, R);
     EXPECT_OK(call(ab_plan, ab_plan_workspace, plan_args(&experts, nullptr, E, 8, many), threads));
@@ -118,7 +118,7 @@ TEST(Plan, IsTheSameForEveryThreadCount) {
   }
 }
 
-TEST(Plan, TakesABitMapAsAByteMap) {
+TEST(Plan, BitMapMatchesByteMap) {
   constexpr int64_t T = 70;
   for (const int64_t E : {1, 8, 13, 64}) {
     std::mt19937 random(7);
@@ -141,7 +141,7 @@ TEST(Plan, TakesABitMapAsAByteMap) {
   }
 }
 
-TEST(Plan, RefusesWhatDoesNotFit) {
+TEST(Plan, RefusesBadArguments) {
   const Tensor<int32_t> experts({4, 2}, indices(8, 0, 2, 1));
   const Tensor<uint8_t> routed({4, 3}, std::vector<uint8_t>(12), AB_BOOL);
   const Plan plan(4, 2, 3, 8);

@@ -1,4 +1,4 @@
-// Rows and weights in e4m3 with block scales, against a search among all numbers that e4m3 has.
+// Quantisation of rows and weights to e4m3 with block scales, against a search over all e4m3 values.
 #include <cmath>
 #include <functional>
 #include <limits>
@@ -14,7 +14,7 @@ namespace {
 constexpr int32_t kScaleKinds[] = {AB_FP8_SCALES_FLOAT32, AB_FP8_SCALES_POWER_OF_TWO};
 constexpr int32_t kDtypes[] = {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16};
 
-TEST(E4m3, HasTheNumbersOfItsFormat) {
+TEST(E4m3, DecodesEveryBitPattern) {
   for (int bits = 0; bits < 256; ++bits) {
     const double want = e4m3_value(static_cast<uint8_t>(bits));
     const float got = to_float(Float8E4M3{static_cast<uint8_t>(bits)});
@@ -47,7 +47,7 @@ TEST(E4m3, RoundsToTheNearestTiesToEven) {
   EXPECT_EQ(from_float<Float8E4M3>(-NAN).bits, 0x7f);
 }
 
-// Rows of normal numbers and of each thing that a block may hold.
+// Fills x with normal random numbers and puts one special kind of block into each of the first rows.
 void fill_rows(FloatTensor& x, int64_t D) {
   x.fill_normal(3);
   const int64_t rows = x.size() / D;
@@ -59,13 +59,14 @@ void fill_rows(FloatTensor& x, int64_t D) {
   place(2, [](int64_t j) { return j == 77 ? 1e4f : 0.01f * static_cast<float>(j); });  // an outlier
   place(3, [](int64_t j) { return j == 5 ? std::numeric_limits<float>::infinity() : 1.0f; });
   place(4, [](int64_t j) { return j == 127 ? -std::numeric_limits<float>::quiet_NaN() : 1.0f; });
-  place(5, [](int64_t j) { return std::ldexp(static_cast<float>(j - 64), -149); });  // denormal in float32
-  place(6, [](int64_t j) { return std::ldexp(static_cast<float>(j), -125); });       // scales at the end of the range
+  place(5, [](int64_t j) { return std::ldexp(static_cast<float>(j - 64), -149); });  // float32 denormals
+  place(6,
+        [](int64_t j) { return std::ldexp(static_cast<float>(j), -125); });  // scales near the smallest normal float32
   place(7, [](int64_t j) { return std::ldexp(static_cast<float>(7 * j % 449), -10); });
-  place(8, [](int64_t j) { return std::ldexp(448.0f, static_cast<int>(j) % 20); });  // a scale that is a power of two
+  place(8, [](int64_t j) { return std::ldexp(448.0f, static_cast<int>(j) % 20); });  // a power-of-two scale
 }
 
-TEST(QuantizeRows, AreThoseOfTheFormula) {
+TEST(QuantizeRows, MatchTheFormula) {
   for (const int32_t dtype : kDtypes) {
     for (const int32_t kind : kScaleKinds) {
       for (const int64_t D : {128, 384}) {
@@ -86,8 +87,8 @@ TEST(QuantizeRows, AreThoseOfTheFormula) {
   }
 }
 
-// A block of NaN has one pattern of bits, whatever made it one.
-TEST(QuantizeRows, ABlockWithoutANumberIsNaN) {
+// A block with NaN or infinity becomes NaN with one bit pattern, whatever value caused it.
+TEST(QuantizeRows, ANonFiniteValueMakesItsBlockNaN) {
   const Floats x({1, 256}, std::vector<float>(256, 2.0f));
   const_cast<Floats&>(x)[130] = -std::numeric_limits<float>::infinity();
   const Bytes q = e4m3({1, 256});
@@ -99,11 +100,11 @@ TEST(QuantizeRows, ABlockWithoutANumberIsNaN) {
   for (int64_t j = 0; j < 256; ++j) ASSERT_EQ(q[j], j < 128 ? 0x7e : 0x7f) << j;
 }
 
-// Weights [E, D, P, F], or without P, in an order of memory; what comes out is the same.
-TEST(QuantizeWeights, AreThoseOfTheFormulaInEveryOrder) {
+// The result does not depend on the memory order of the weights [E, D, P, F] or [E, D, F].
+TEST(QuantizeWeights, MatchTheFormulaInEveryOrder) {
   struct Order {
     std::vector<int> axes;
-    int64_t P;  // 0: no such axis
+    int64_t P;  // 0: no axis P
   };
   const Order orders[] = {{{0, 1, 2, 3}, 2}, {{0, 2, 3, 1}, 2}, {{0, 1, 3, 2}, 2}, {{0, 3, 2, 1}, 2},
                           {{0, 1, 2, 3}, 1}, {{0, 1, 2}, 0},    {{0, 2, 1}, 0}};
@@ -167,7 +168,7 @@ TEST(QuantizeWeights, AreThoseOfTheFormulaInEveryOrder) {
   }
 }
 
-TEST(Quantize, EmptySizesAreOrdinary) {
+TEST(Quantize, AcceptsEmptySizes) {
   for (const auto& [R, D] : {std::pair{0, 128}, std::pair{3, 0}}) {
     const Floats x({R, D}), scales({R, D / kBlock});
     const Bytes q = e4m3({R, D});
@@ -182,7 +183,7 @@ TEST(Quantize, EmptySizesAreOrdinary) {
   }
 }
 
-TEST(Quantize, RefusesWhatDoesNotFit) {
+TEST(Quantize, RefusesBadArguments) {
   const Floats x({4, 256}), scales({4, 2}), narrow({4, 100}), odd({1, 1});
   const Bytes q = e4m3({4, 256});
   const Bytes unsigned_bytes({4, 256});

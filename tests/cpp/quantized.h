@@ -1,4 +1,4 @@
-// e4m3 and its block scales by other means than the library's: a table of the numbers there are, and a search.
+// An independent reference of e4m3 and its block scales: a table of all values and a search.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ constexpr int64_t kBlock = 128;
 
 inline Bytes e4m3(const std::vector<int64_t>& shape) { return Bytes(shape, AB_FLOAT8_E4M3); }
 
-// Sign, exponent of 4 bits with bias 7, mantissa of 3 bits.
+// Decodes e4m3: 1 sign bit, 4 exponent bits with bias 7, 3 mantissa bits.
 inline double e4m3_value(uint8_t bits) {
   const int exponent = (bits >> 3) & 15;
   const int mantissa = bits & 7;
@@ -28,7 +28,7 @@ inline double e4m3_value(uint8_t bits) {
   return (bits & 0x80) != 0 ? -magnitude : magnitude;
 }
 
-// The nearest, of two that are as near the one whose last bit is 0; 448 past the end.
+// Rounds to the nearest e4m3 value, ties to even. Saturates at 448.
 inline uint8_t nearest_e4m3(double value) {
   if (std::isnan(value)) return 0x7f;
   static const std::vector<double> numbers = [] {
@@ -37,7 +37,8 @@ inline uint8_t nearest_e4m3(double value) {
     return from_zero;
   }();
   const double magnitude = std::min(std::abs(value), numbers.back());
-  auto bits = std::lower_bound(numbers.begin(), numbers.end(), magnitude) - numbers.begin();  // the number, or above it
+  auto bits =
+      std::lower_bound(numbers.begin(), numbers.end(), magnitude) - numbers.begin();  // first value >= magnitude
   if (bits > 0) {
     const double below = magnitude - numbers[static_cast<size_t>(bits - 1)];
     const double above = numbers[static_cast<size_t>(bits)] - magnitude;
@@ -46,7 +47,7 @@ inline uint8_t nearest_e4m3(double value) {
   return static_cast<uint8_t>(bits | (std::signbit(value) ? 0x80 : 0));
 }
 
-// A block's scale, by the words of experts.h.
+// Computes the scale of a block as experts.h defines it.
 inline float scale_of_block(const std::vector<float>& block, int32_t fp8_scales) {
   float largest = 0;
   for (const float value : block) {
@@ -61,7 +62,7 @@ inline float scale_of_block(const std::vector<float>& block, int32_t fp8_scales)
   return std::ldexp(1.0f, half_to_one == 0.5f ? exponent - 1 : exponent);
 }
 
-// A matrix of floats, quantised in blocks of so many rows and 128 columns, and what that stands for.
+// A matrix quantised in blocks of block_rows x 128, and its dequantised values.
 struct QuantizedMatrix {
   std::vector<uint8_t> q;
   std::vector<float> scales;  // [rows/block_rows, columns/128]
@@ -73,17 +74,17 @@ inline QuantizedMatrix quantize(const std::vector<float>& matrix, int64_t column
   QuantizedMatrix result{std::vector<uint8_t>(matrix.size()), {}, std::vector<double>(matrix.size())};
   for (int64_t row = 0; row < rows; row += block_rows) {
     for (int64_t column = 0; column < columns; column += kBlock) {
-      std::vector<size_t> places;
+      std::vector<size_t> indices;
       std::vector<float> block;
       for (int64_t i = row; i < row + block_rows; ++i) {
-        for (int64_t j = column; j < column + kBlock; ++j) places.push_back(static_cast<size_t>(i * columns + j));
+        for (int64_t j = column; j < column + kBlock; ++j) indices.push_back(static_cast<size_t>(i * columns + j));
       }
-      for (const size_t place : places) block.push_back(matrix[place]);
+      for (const size_t i : indices) block.push_back(matrix[i]);
       const float scale = scale_of_block(block, fp8_scales);
       result.scales.push_back(scale);
-      for (const size_t place : places) {
-        result.q[place] = nearest_e4m3(matrix[place] / scale);  // in float32
-        result.values[place] = e4m3_value(result.q[place]) * scale;
+      for (const size_t i : indices) {
+        result.q[i] = nearest_e4m3(matrix[i] / scale);  // in float32
+        result.values[i] = e4m3_value(result.q[i]) * scale;
       }
     }
   }

@@ -13,7 +13,7 @@
 namespace anabranch::testing {
 namespace {
 
-constexpr double kBound = 2e-6;  // of float32 arithmetic, relative to a tensor's norm
+constexpr double kBound = 2e-6;  // rounding error of float32, relative to a tensor's norm
 
 std::vector<float> random(int64_t size, unsigned seed, float scale = 2.0f) {
   std::mt19937 generator(seed);
@@ -63,11 +63,11 @@ ab_status backward(const ab_router_backward_args& args, int threads = 0) {
   return call(ab_router_backward, ab_router_backward_workspace, args, threads);
 }
 
-// Every output that compact routing has, for logits [T, E].
+// All outputs of compact routing for logits [T, E].
 struct Compact {
   Compact(int64_t T, int64_t E, int64_t K) : weights({T, K}), experts({T, K}), counts({E}), score_sum({E}), lse({T}) {}
 
-  void want(ab_router_forward_args* args) const {
+  void request(ab_router_forward_args* args) const {
     args->weights = weights.view();
     args->experts = experts.view();
     args->tokens_per_expert = counts.view();
@@ -95,7 +95,7 @@ double logsumexp(const float* z, int64_t E) {
   return top + std::log(sum);
 }
 
-// The K best of a row, ties to the smaller index.
+// The top K of a row; ties go to the smaller index.
 std::vector<int32_t> best(const float* z, int64_t E, int64_t K) {
   std::vector<int32_t> order(static_cast<size_t>(E));
   std::iota(order.begin(), order.end(), 0);
@@ -116,7 +116,7 @@ void expect_close(const std::vector<T>& got, const std::vector<double>& want, co
   EXPECT_LE(std::sqrt(error), kBound * std::sqrt(norm)) << name;
 }
 
-TEST(RouterForward, IsTheFormula) {
+TEST(RouterForward, MatchesTheFormula) {
   for (const int32_t function : {AB_SOFTMAX, AB_SIGMOID, AB_SQRTSOFTPLUS}) {
     for (const int32_t normalize : {0, 1}) {
       for (const auto& [T, E, K] :
@@ -125,7 +125,7 @@ TEST(RouterForward, IsTheFormula) {
         const Compact got(T, E, K);
         const Options options{.score_function = function, .normalize = normalize, .scaling_factor = 2.5f};
         ab_router_forward_args args = forward_args(logits, static_cast<int32_t>(K), options);
-        got.want(&args);
+        got.request(&args);
         EXPECT_OK(forward(args));
 
         std::vector<double> weights, lse, score_sum(static_cast<size_t>(E));
@@ -155,8 +155,8 @@ TEST(RouterForward, IsTheFormula) {
   }
 }
 
-// d loss / d logits of loss = <cotangents, outputs>, against differences of the backend's own forward pass.
-TEST(RouterBackward, IsTheDerivative) {
+// The gradient of loss = <cotangents, outputs>, against finite differences of the library's own forward pass.
+TEST(RouterBackward, MatchesFiniteDifferences) {
   const int64_t T = 5, E = 11, K = 3;
   const std::vector<float> z = random(T * E, 1, 1.0f);
   const Tensor<float> d_weights({T, K}, random(T * K, 2));
@@ -169,7 +169,7 @@ TEST(RouterBackward, IsTheDerivative) {
         const Tensor<float> logits({T, E}, at);
         const Compact got(T, E, K);
         ab_router_forward_args args = forward_args(logits, K, options);
-        got.want(&args);
+        got.request(&args);
         args.forced_experts = experts.view();
         EXPECT_OK(forward(args));
         double sum = 0;
@@ -181,7 +181,7 @@ TEST(RouterBackward, IsTheDerivative) {
       const Tensor<float> logits({T, E}, z);
       const Compact got(T, E, K);
       ab_router_forward_args args = forward_args(logits, K, options);
-      got.want(&args);
+      got.request(&args);
       EXPECT_OK(forward(args));
 
       Tensor<float> d_logits({T, E});
@@ -212,7 +212,7 @@ TEST(RouterBackward, IsTheDerivative) {
   }
 }
 
-TEST(RouterForward, GivesTheSameBitsForEveryThreadCountAndEverySetOfOutputs) {
+TEST(RouterForward, HasTheSameBitsForEveryThreadCountAndSetOfOutputs) {
   const int64_t T = 1000, E = 96, K = 8;
   const Tensor<float> logits({T, E}, random(T * E, 1));
   const Tensor<float> bias({E}, random(E, 2, 0.1f));
@@ -220,11 +220,11 @@ TEST(RouterForward, GivesTheSameBitsForEveryThreadCountAndEverySetOfOutputs) {
   const Compact one(T, E, K);
   ab_router_forward_args args = forward_args(logits, K, options);
   args.expert_bias = bias.view();
-  one.want(&args);
+  one.request(&args);
   EXPECT_OK(forward(args, 1));
   for (const int threads : {1, 2, 3, 8}) {
     const Compact many(T, E, K);
-    many.want(&args);
+    many.request(&args);
     EXPECT_OK(forward(args, threads));
     EXPECT_EQ(many.weights.values(), one.weights.values());
     EXPECT_EQ(many.experts.values(), one.experts.values());
@@ -274,7 +274,7 @@ TEST(RouterForward, GivesTheSameBitsForEveryThreadCountAndEverySetOfOutputs) {
   }
 }
 
-TEST(RouterBackward, GivesTheSameBitsForEveryThreadCount) {
+TEST(RouterBackward, HasTheSameBitsForEveryThreadCount) {
   const int64_t T = 1000, E = 96, K = 8, B = 5;
   const Tensor<float> logits({T, E}, random(T * E, 1));
   const Tensor<float> d_weights({T, K}, random(T * K, 2));
@@ -298,8 +298,8 @@ TEST(RouterBackward, GivesTheSameBitsForEveryThreadCount) {
   }
 }
 
-// The selection of the dense form in every layout that the forward pass gives.
-TEST(RouterBackward, TakesTheSelectionInEveryForm) {
+// Passes the selection to the dense backward pass in every form that the forward pass can return.
+TEST(RouterBackward, AcceptsTheSelectionInEveryForm) {
   const int64_t T = 77, E = 21, K = 4;
   const Tensor<float> logits({T, E}, random(T * E, 1));
   const Tensor<float> d_probs({T, E}, random(T * E, 2));
@@ -333,21 +333,22 @@ TEST(RouterBackward, TakesTheSelectionInEveryForm) {
     EXPECT_EQ(gradient(int64.view(), nullptr), want);
     const std::vector<float> by_bytes = gradient(nullptr, bytes.view());
     EXPECT_EQ(gradient(nullptr, bits.view()), by_bytes);
-    expect_close(by_bytes, {want.begin(), want.end()}, "d_logits by a map");  // its experts come in another order
+    expect_close(by_bytes, {want.begin(), want.end()},
+                 "d_logits by a map");  // a map lists the experts in another order
   }
 }
 
-TEST(RouterBackward, ReadsAsManyExpertsOfAMapAsTopkAndNoIndexOutOfRange) {
+TEST(RouterBackward, ReadsTopkExpertsOfAMapAndSkipsInvalidIndices) {
   const int64_t E = 6, K = 2;
   const Tensor<float> logits({3, E}, random(3 * E, 1));
   const Tensor<float> d_probs({3, E}, random(3 * E, 2));
   const Tensor<uint8_t> map({3, E}, {0, 1, 0, 9, 1, 0, /**/ 0, 0, 0, 0, 0, 1, /**/ 0, 0, 0, 0, 0, 0}, AB_BOOL);
-  const Tensor<int64_t> wild({3, K}, {1, 3, (int64_t{1} << 32) + 1, 5, std::numeric_limits<int64_t>::min(), E});
+  const Tensor<int64_t> invalid({3, K}, {1, 3, (int64_t{1} << 32) + 1, 5, std::numeric_limits<int64_t>::min(), E});
   std::vector<std::vector<float>> gradients;
   for (const bool by_map : {false, true}) {
     const Tensor<float> d_logits({3, E});
     ab_router_backward_args args = backward_args(logits, K, {.score_function = AB_SIGMOID, .normalize = 0});
-    args.experts = by_map ? nullptr : wild.view();
+    args.experts = by_map ? nullptr : invalid.view();
     args.routing_map = by_map ? map.view() : nullptr;
     args.d_probs = d_probs.view();
     args.d_logits = d_logits.view();
@@ -361,27 +362,27 @@ TEST(RouterBackward, ReadsAsManyExpertsOfAMapAsTopkAndNoIndexOutOfRange) {
   }
 }
 
-// Memory is allocated at its exact size: AddressSanitizer sees every access beside it.
-TEST(Router, WritesEveryElementAndTouchesNothingElseWhateverTheIndices) {
+// Allocates tensors at their exact size, so AddressSanitizer detects any access outside them.
+TEST(Router, WritesExactlyTheOutputsForInvalidIndices) {
   for (const auto& [T, E, K] : {std::array<int64_t, 3>{0, 4, 2}, {1, 3, 2}, {13, 19, 5}, {130, 40, 40}}) {
     const Tensor<float> logits({T, E}, random(T * E, 1));
     Tensor<int32_t> forced({T, K});
-    const std::vector<int32_t> wild{0,
-                                    -1,
-                                    std::numeric_limits<int32_t>::max(),
-                                    std::numeric_limits<int32_t>::min(),
-                                    2,
-                                    static_cast<int32_t>(E),
-                                    static_cast<int32_t>(E) - 1,
-                                    2};
-    for (int64_t i = 0; i < forced.size(); ++i) forced[i] = wild[static_cast<size_t>(i) % wild.size()];
+    const std::vector<int32_t> invalid{0,
+                                       -1,
+                                       std::numeric_limits<int32_t>::max(),
+                                       std::numeric_limits<int32_t>::min(),
+                                       2,
+                                       static_cast<int32_t>(E),
+                                       static_cast<int32_t>(E) - 1,
+                                       2};
+    for (int64_t i = 0; i < forced.size(); ++i) forced[i] = invalid[static_cast<size_t>(i) % invalid.size()];
     Tensor<uint8_t> mask({T}, AB_BOOL);
     for (int64_t t = 0; t < T; ++t) mask[t] = t % 3 != 1;
     const Compact got(T, E, K);
     ab_router_forward_args args = forward_args(logits, static_cast<int32_t>(K));
     args.forced_experts = forced.view();
     args.token_mask = mask.view();
-    got.want(&args);
+    got.request(&args);
     EXPECT_OK(forward(args));
     int64_t counted = 0;
     for (int64_t i = 0; i < T * K; ++i) {
@@ -394,7 +395,7 @@ TEST(Router, WritesEveryElementAndTouchesNothingElseWhateverTheIndices) {
     for (const float value : got.score_sum.values()) EXPECT_TRUE(std::isfinite(value));
     for (int64_t t = 0; t < T; ++t) EXPECT_EQ(got.lse[t] == 0.0f, mask[t] == 0);
 
-    // The backward pass takes the same wild indices.
+    // The backward pass accepts the same invalid indices.
     const Tensor<float> d_weights({T, K}, random(T * K, 2));
     Tensor<float> d_logits({T, E});
     ab_router_backward_args back = backward_args(logits, static_cast<int32_t>(K));
@@ -410,7 +411,7 @@ TEST(Router, WritesEveryElementAndTouchesNothingElseWhateverTheIndices) {
   }
 }
 
-TEST(RouterForward, KeepsOneRowOfStatisticsASequence) {
+TEST(RouterForward, ReturnsStatisticsPerSequence) {
   const int64_t B = 3, S = 140, E = 10, K = 2;
   const Tensor<float> logits({B * S, E}, random(B * S * E, 1));
   const Tensor<int32_t> counts({B, E});
@@ -434,8 +435,8 @@ TEST(RouterForward, KeepsOneRowOfStatisticsASequence) {
   }
 }
 
-// Bins of powers of two and scores that float32 holds: nothing is rounded.
-TEST(RouterForward, CountsHowFarCutoffsAreAboveScores) {
+// The bin width is a power of two and the scores are float32 values, so nothing is rounded.
+TEST(RouterForward, CountsThresholdMinusScoreInBins) {
   const int64_t T = 300, E = 7, K = 3, bins = 16;
   const Tensor<float> logits({T, E}, random(T * E, 1));
   const Tensor<float> bias({E}, random(E, 2, 0.25f));
@@ -588,7 +589,7 @@ TEST(RouterForward, RefusesBadArguments) {
   args = forward_args(logits, 2);
   args.weights = weights.view();
   EXPECT_REFUSED(ab_router_forward(&args, nullptr), AB_INVALID_ARGUMENT, "workspace: got 0 bytes");
-  // Only shapes: more slots than int32 can count. The memory is never looked at.
+  // T K exceeds int32. Only the shape claims that size; the memory is never read.
   Tensor<float> huge({1, 8});
   huge.mutable_view()->shape[0] = int64_t{1} << 28;
   args = forward_args(huge, 8);

@@ -1,4 +1,4 @@
-// Sizes that no memory has: refused by the argument's name, whatever their products would wrap to.
+// Sizes beyond any memory are refused by the argument's name, even if their byte count wraps to a small number.
 #include <gtest/gtest.h>
 
 #include "anabranch/balance.h"
@@ -12,17 +12,17 @@ namespace {
 
 constexpr int64_t kHuge = int64_t{1} << 62;
 
-// A view without memory: right for tensors without elements alone.
+// Returns a view without memory, which is valid only for a tensor without elements.
 ab_tensor no_memory(int32_t dtype, std::initializer_list<int64_t> shape) {
   ab_tensor view{nullptr, dtype, static_cast<int32_t>(shape.size()), {}, nullptr};
   std::copy(shape.begin(), shape.end(), view.shape);
   return view;
 }
 
-TEST(Sizes, WhoseProductWrapsAreRefused) {
+TEST(Sizes, ThatOverflowAreRefused) {
   const Tensor<int32_t> row_of_slot({2, 1}, {0, 1});
   const Tensor<int32_t> slot_of_row({4}, {0, 1, -1, -1});
-  const ab_tensor rows = no_memory(AB_FLOAT32, {4, kHuge});  // 2^66 bytes, which wrap to none
+  const ab_tensor rows = no_memory(AB_FLOAT32, {4, kHuge});  // 2^66 bytes wrap to 0
   const ab_tensor tokens = no_memory(AB_FLOAT32, {2, kHuge});
   const ab_combine_args combine{sizeof(combine), &rows, row_of_slot.view(), nullptr, &tokens, nullptr};
   EXPECT_REFUSED(call(ab_combine, ab_combine_workspace, combine), AB_INVALID_ARGUMENT,
@@ -40,7 +40,7 @@ TEST(Sizes, WhoseProductWrapsAreRefused) {
   EXPECT_REFUSED(ab_load_balance_loss(&loss, nullptr), AB_INVALID_ARGUMENT, "score_sum: got float32");
 }
 
-TEST(Sizes, OfTensorsWithoutElementsAreBoundedToo) {
+TEST(Sizes, OfEmptyTensorsAreBounded) {
   const ab_tensor x = no_memory(AB_FLOAT32, {0, kHuge});
   const ab_tensor w = no_memory(AB_FLOAT32, {0, kHuge, 1});
   const ab_tensor groups = no_memory(AB_INT32, {0});
@@ -48,7 +48,7 @@ TEST(Sizes, OfTensorsWithoutElementsAreBoundedToo) {
   const ab_grouped_matmul_args args = grouped_matmul_args(&x, &w, &groups, &y);
   EXPECT_REFUSED(call(ab_grouped_matmul, ab_grouped_matmul_workspace, args), AB_INVALID_ARGUMENT, "x: got float32 [0,");
 
-  // Rows and sequences of nothing, of which a loop would see no end.
+  // A loop over these empty rows and sequences would never end.
   const ab_tensor none = no_memory(AB_FLOAT32, {0, 0});
   const ab_tensor sequences = no_memory(AB_FLOAT32, {(int64_t{1} << 61) + 1, 0});
   for (const auto& [scores, sum] : {std::pair{&none, &sequences}, std::pair{&sequences, &none}}) {
@@ -62,7 +62,7 @@ TEST(Sizes, OfTensorsWithoutElementsAreBoundedToo) {
   EXPECT_OK(call(ab_score_sum, ab_score_sum_workspace, score_sum));
 }
 
-TEST(Sizes, OfAWorkspaceDoNotWrap) {
+TEST(Sizes, OfAWorkspaceDoNotOverflow) {
   const int64_t R = int64_t{1} << 24;
   const int64_t N = int64_t{1} << 38;
   Tensor<int32_t> slot_of_row({R});
@@ -86,7 +86,7 @@ TEST(Sizes, OfAWorkspaceDoNotWrap) {
   EXPECT_REFUSED(ab_grouped_matmul_combine(&args, &exec), AB_UNSUPPORTED, "workspace: got sizes");
 }
 
-TEST(Sizes, OfSlotsDoNotWrap) {
+TEST(Sizes, OfSlotsDoNotOverflow) {
   const int64_t T = int64_t{1} << 50;
   const ab_tensor x = no_memory(AB_FLOAT32, {T, 0});
   const ab_tensor w_in = no_memory(AB_FLOAT32, {0, 0, 1, 1});
@@ -120,8 +120,8 @@ TEST(Sizes, OfRowsWithoutColumnsCopyNothing) {
   EXPECT_EQ(d_weights.values(), (std::vector<float>{0, 0}));
 }
 
-// Of rows that nobody wants, no product of their number and width is taken.
-TEST(Sizes, OfUnwantedRowsDoNotWrap) {
+// The size of d_rows is not computed if d_rows is not requested.
+TEST(Sizes, OfRowsNotRequestedDoNotOverflow) {
   const Tensor<int32_t> slot_of_row({300});
   const ab_tensor row_of_slot = no_memory(AB_INT32, {0, 1});
   const ab_tensor d_out = no_memory(AB_FLOAT32, {0, int64_t{1} << 54});
@@ -133,7 +133,7 @@ TEST(Sizes, OfUnwantedRowsDoNotWrap) {
   EXPECT_OK(ab_combine_backward(&args, nullptr));
 }
 
-TEST(Sizes, OfThreadsAreThoseOfAMachine) {
+TEST(Sizes, OfThreadsAreBounded) {
   const int64_t T = 40000;
   const Tensor<int32_t> experts({T, 1}, indices(T, 0, 3, 1));
   const Plan plan(T, 1, 4, T);
@@ -145,15 +145,15 @@ TEST(Sizes, OfThreadsAreThoseOfAMachine) {
   EXPECT_OK(call(ab_plan, ab_plan_workspace, args, 4096));
 }
 
-TEST(Sizes, OfAQueryNeedAPlace) {
+TEST(Sizes, RefuseANullResult) {
   const Tensor<float> scores({2, 3}, {1, 2, 3, 4, 5, 6});
   const Tensor<float> sum({3});
   const ab_score_sum_args args{sizeof(args), scores.view(), sum.view()};
   EXPECT_REFUSED(ab_score_sum_workspace(&args, nullptr, nullptr), AB_INVALID_ARGUMENT, "bytes: got NULL");
 }
 
-// Lists of experts are as long as the next power of two.
-TEST(Sizes, OfExpertsHaveAPowerOfTwoAbove) {
+// The router pads lists of experts to the next power of two, which must fit into int32.
+TEST(Sizes, OfExpertsAreAtMostTwoToTheThirty) {
   const ab_tensor logits = no_memory(AB_FLOAT32, {0, kLargest});
   const ab_tensor experts = no_memory(AB_INT32, {0, kLargest});
   ab_router_forward_args args{};
@@ -166,8 +166,8 @@ TEST(Sizes, OfExpertsHaveAPowerOfTwoAbove) {
                  "logits: got 2147483647 experts, expected at most 2^30");
 }
 
-// Threads write the rows and weights of a token at every token: in cache lines of their own.
-TEST(Sizes, OfCombineKeepThreadsApart) {
+// Each thread writes the rows and weights of its current token to its own cache line.
+TEST(Sizes, OfCombineGiveEachThreadACacheLine) {
   const Tensor<float> rows({4, 8}), out({2, 8});
   const Tensor<int32_t> row_of_slot({2, 2});
   const ab_combine_args args{sizeof(args), rows.view(), row_of_slot.view(), nullptr, out.view(), nullptr};

@@ -27,7 +27,7 @@ void sort_chunks(const Tensor<float>& x, const std::vector<int32_t>& sizes, cons
   EXPECT_OK(call(ab_sort_chunks, ab_sort_chunks_workspace, args, threads));
 }
 
-TEST(SortChunks, PutsChunksInOrderAndBack) {
+TEST(SortChunks, SortsChunksAndInvertsTheSort) {
   const Tensor<float> x({7, 1}, {0, 1, 2, 3, 4, 5, 6});
   Sorted sorted{Tensor<float>({7, 1}), Tensor<int32_t>({7})};
   sort_chunks(x, {2, 0, 3}, {2, 1, 0}, 0, &sorted);
@@ -39,7 +39,7 @@ TEST(SortChunks, PutsChunksInOrderAndBack) {
   EXPECT_EQ(back.row_id_map.values(), sorted.row_id_map.values());
 }
 
-TEST(SortChunks, PermutesWhateverTheSizesAndIndices) {
+TEST(SortChunks, PermutesForGarbageSizesAndIndices) {
   const int64_t R = 9000;
   const int64_t D = 33;
   const Tensor<float> x({R, D}, normal(R * D, 1));
@@ -63,14 +63,14 @@ TEST(SortChunks, PermutesWhateverTheSizesAndIndices) {
   }
 }
 
-TEST(SortChunks, TakesRowsWithoutColumns) {
+TEST(SortChunks, AcceptsRowsWithoutColumns) {
   const Tensor<float> x({4, 0});
   Sorted sorted{Tensor<float>({4, 0}), Tensor<int32_t>({4})};
   sort_chunks(x, {1, 3}, {1, 0}, 0, &sorted);
   EXPECT_EQ(sorted.row_id_map.values(), (std::vector<int32_t>{3, 0, 1, 2}));
 }
 
-TEST(SortChunks, RefusesWhatDoesNotFit) {
+TEST(SortChunks, RefusesBadArguments) {
   ab_sort_chunks_args args{};
   args.size = sizeof(args);
   args.inverse = 2;

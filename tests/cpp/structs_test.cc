@@ -1,4 +1,4 @@
-// Structs of callers that were compiled against another header than the library.
+// Structs from callers that were compiled against an older or newer header than the library.
 #include "core/structs.h"
 
 #include <gtest/gtest.h>
@@ -14,7 +14,7 @@
 namespace anabranch::testing {
 namespace {
 
-// An operation's struct as three headers have it; the library is of the second.
+// The struct of an operation in three versions of a header. The library knows the second.
 struct First {
   size_t size;
   const void* x;
@@ -31,7 +31,7 @@ ab_status take(const void* given, Second* to) {
   return take_struct("args", given, kSizes, to);
 }
 
-TEST(Structs, LackWhatAnOlderHeaderLacks) {
+TEST(Structs, OfAnOlderHeaderHaveZerosAtTheEnd) {
   const int x = 1;
   const First older{sizeof(First), &x};
   Second taken{{9, nullptr}, &x};
@@ -41,7 +41,7 @@ TEST(Structs, LackWhatAnOlderHeaderLacks) {
   EXPECT_EQ(taken.size, sizeof(Second));
 }
 
-TEST(Structs, MayHaveZerosThatOnlyANewerHeaderKnows) {
+TEST(Structs, OfANewerHeaderMustEndWithZeros) {
   const int x = 1;
   Third newer{{{sizeof(Third), &x}, &x}, nullptr};
   Second taken{};
@@ -51,25 +51,25 @@ TEST(Structs, MayHaveZerosThatOnlyANewerHeaderKnows) {
   EXPECT_REFUSED(take(&newer, &taken), AB_UNSUPPORTED, "args: got size 32 with a value in byte 25, expected zeros");
 }
 
-TEST(Structs, AreNotNull) {
+TEST(Structs, MustNotBeNull) {
   Second taken{};
   EXPECT_REFUSED(take(nullptr, &taken), AB_INVALID_ARGUMENT, "args: got NULL");
 }
 
-// A size is taken if a released header had it, or if it is a larger multiple of 8 whose tail is zero. Structs stand in
-// memory of exactly their size, so that AddressSanitizer sees a read past it.
+// A size is accepted if a released header has it, or if it is a larger multiple of 8 and the extra bytes are zero. Each
+// struct is allocated at its exact size, so AddressSanitizer detects a read past it.
 template <class Struct>
 void check_every_size(size_t released, ab_status (*run)(const Struct*)) {
   const std::string name = StructOf<Struct>::kName;
   for (size_t size = 0; size <= 4200; ++size) {
-    const bool is_taken =
+    const bool is_accepted =
         size == released || size == sizeof(Struct) || (size > sizeof(Struct) && size <= 4096 && size % 8 == 0);
     const size_t bytes = std::max(size, sizeof(size_t));
     const std::unique_ptr<void, void (*)(void*)> memory(std::malloc(bytes), std::free);
     std::memset(memory.get(), 0xff, bytes);
     std::memcpy(memory.get(), &size, sizeof(size));
     const Struct* given = static_cast<const Struct*>(memory.get());
-    if (!is_taken) {
+    if (!is_accepted) {
       const ab_status status = run(given);
       EXPECT_EQ(status.code, AB_INVALID_ARGUMENT) << name << " of " << size << " bytes";
       EXPECT_EQ(std::string(status.message).find(name + ": got size " + std::to_string(size) + ", "), 0u)
@@ -90,14 +90,14 @@ void check_every_size(size_t released, ab_status (*run)(const Struct*)) {
   }
 }
 
-// The size in version 0.1.0, or in the first release that has the operation.
+// released: the size in version 0.1.0, or in the first release that has the operation.
 template <auto kOperation, class Args>
 void check_args(size_t released, ab_status (*)(const Args*, const ab_exec*)) {
   check_every_size<Args>(released, [](const Args* args) { return kOperation(args, nullptr); });
 }
 #define CHECK_ARGS(operation, released) check_args<operation>(released, operation)
 
-TEST(Structs, OfEverySizeAreTakenOrRefused) {
+TEST(Structs, OfEverySizeAreAcceptedOrRefused) {
   CHECK_ARGS(ab_router_forward, 128);
   CHECK_ARGS(ab_router_backward, 104);
   CHECK_ARGS(ab_load_balance_loss, 56);
@@ -124,8 +124,8 @@ TEST(Structs, OfEverySizeAreTakenOrRefused) {
   });
 }
 
-// Every operation takes its struct so: a score_sum with room behind its args.
-TEST(Structs, OfAnOperationMayGrow) {
+// Checks the same rules through an operation: score_sum with larger structs.
+TEST(Structs, OfAnOperationMayBeLarger) {
   const Tensor<float> scores({2, 3}, {1, 2, 3, 4, 5, 6});
   const Tensor<float> sum({3});
   struct {

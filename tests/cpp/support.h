@@ -1,4 +1,4 @@
-// Tensors that own their memory and calls with an exact workspace.
+// Tensors that own their memory, and calls with a workspace of the exact size.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -29,7 +29,7 @@ inline constexpr int32_t kDtypeOf<uint8_t> = AB_UINT8;
 template <>
 inline constexpr int32_t kDtypeOf<uint16_t> = AB_BFLOAT16;
 
-// Memory starts as 0xff bytes: NaN in every float dtype, -1 in every integer.
+// Memory starts as 0xff bytes: NaN in every float dtype, -1 in every signed integer dtype.
 template <class T>
 class Tensor {
  public:
@@ -65,7 +65,7 @@ class Tensor {
   std::vector<T> memory_;
 };
 
-// Calls an operation with a workspace of exactly the size it asks for, filled with NaN.
+// Calls an operation with a workspace of exactly the requested size, filled with NaN.
 template <class Args>
 ab_status call(ab_status (*function)(const Args*, const ab_exec*),
                ab_status (*workspace)(const Args*, const ab_exec*, size_t*), const Args& args, int32_t threads = 0) {
@@ -73,7 +73,7 @@ ab_status call(ab_status (*function)(const Args*, const ab_exec*),
   if (workspace == nullptr) return function(&args, &exec);
   const ab_status status = workspace(&args, &exec, &exec.workspace_size);
   if (status.code != AB_OK) return status;
-  // malloc'ed at the exact size, so that AddressSanitizer sees one byte too many; aligned by hand for that.
+  // Allocate the exact size, so that AddressSanitizer detects an access one byte past it.
   std::unique_ptr<void, void (*)(void*)> memory(nullptr, std::free);
   if (exec.workspace_size > 0) {
     void* aligned = nullptr;
@@ -91,7 +91,7 @@ ab_status call(ab_status (*function)(const Args*, const ab_exec*),
     EXPECT_EQ(ab_status_.code, AB_OK) << ab_status_.message; \
   } while (false)
 
-// The call is refused with `code` and a message that holds `text`.
+// Expects the call to return expected_code and a message that contains `text`.
 #define EXPECT_REFUSED(expression, expected_code, text)                              \
   do {                                                                               \
     const ab_status ab_status_ = (expression);                                       \

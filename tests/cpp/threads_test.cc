@@ -1,4 +1,4 @@
-// Threads that do not exist, start late or serve several callers at once.
+// The thread pool when threads cannot start, start late, or serve several callers at once.
 #include "core/threads.h"
 
 #include <dlfcn.h>
@@ -19,7 +19,7 @@ constexpr int kUnlimited = 1 << 30;
 static std::atomic<int> threads_left{kUnlimited};
 static std::atomic<bool> threads_held{false};
 
-// Replaces the system's: starts at most threads_left threads, which wait while threads_held.
+// Replaces pthread_create. Starts at most threads_left threads, which wait while threads_held is true.
 extern "C" __attribute__((visibility("default"))) int pthread_create(pthread_t* thread,
                                                                      const pthread_attr_t* attributes,
                                                                      void* (*function)(void*), void* argument) {
@@ -48,11 +48,11 @@ bool sums_on_threads() {
   return sum.values() == std::vector<float>(3, 2048.0f);
 }
 
-TEST(Fork, LeavesAChildThatRunsSerially) {
+TEST(Fork, ChildRunsSerially) {
   ASSERT_TRUE(sums_on_threads());
   const pid_t child = fork();
   if (child == 0) {
-    alarm(20);  // a hang ends here
+    alarm(20);  // ends the child if it hangs
     _exit(sums_on_threads() ? 0 : 1);
   }
   int status = 0;
@@ -61,7 +61,7 @@ TEST(Fork, LeavesAChildThatRunsSerially) {
   EXPECT_TRUE(sums_on_threads());
 }
 
-// Calls parallel_for, on the pool in this program, and checks that each index is done once.
+// Runs parallel_for on this program's own pool and checks that each index is visited once.
 void expect_loop(int threads, int64_t count, int most_helpers) {
   std::vector<std::atomic<int>> done(static_cast<size_t>(count));
   parallel_for(threads, count, [&](int64_t i, int thread) {
@@ -73,7 +73,7 @@ void expect_loop(int threads, int64_t count, int most_helpers) {
 
 TEST(ThreadPool, UsesTheThreadsThatStart) {
   for (const int started : {0, 1, 3}) {
-    threads_left = started == 3 ? 2 : started;  // one has started before
+    threads_left = started == 3 ? 2 : started;  // one thread has already started
     expect_loop(8, 1000, started);
     threads_left = kUnlimited;
   }

@@ -1,4 +1,4 @@
-// The backward pass of the experts in two calls, which the tests of both backends make.
+// Splits the experts' backward pass into two calls, for the tests of both backends.
 #pragma once
 
 #include "anabranch/experts.h"
@@ -10,7 +10,8 @@ struct TwoCalls {
   ab_expert_ffn_backward_args second;
 };
 
-// all: of one call; weighted_a: [R, F], for w a. The gradient of W_out comes in the first call or in the second one.
+// all: arguments of a single call. weighted_a [R, F]: holds w a between the calls. The gradient of W_out is computed in
+// the first call or in the second.
 inline TwoCalls in_two_calls(const ab_expert_ffn_backward_args& all, const ab_tensor* weighted_a,
                              bool w_out_comes_first) {
   TwoCalls calls{all, all};

@@ -1,4 +1,4 @@
-// The loss on the GPU against the CPU's: of dense scores, and of statistics.
+// The load-balancing loss on the GPU against the CPU, from dense scores and from statistics.
 #include <cmath>
 #include <random>
 #include <vector>
@@ -57,7 +57,7 @@ TEST_F(BalanceCuda, LossOfDenseScoresAndItsGradient) {
   }
 }
 
-TEST_F(BalanceCuda, LossAndScoreSumAreTheCpus) {
+TEST_F(BalanceCuda, LossAndScoreSumMatchTheCpu) {
   for (const int64_t B : {1, 5}) {
     constexpr int64_t E = 70;
     constexpr int64_t T = 500;

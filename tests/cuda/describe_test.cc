@@ -1,4 +1,4 @@
-// What the library says of itself, with or without a GPU, and of the path that experts take.
+// ab_cuda_describe and ab_cuda_experts_path, with and without a GPU.
 #include <gtest/gtest.h>
 
 #include <string>
@@ -15,10 +15,10 @@ std::string lines_of_the_library() {
   return std::string("\n") + text;
 }
 
-TEST(Describe, TellsTheVersionsThatTheHeaderNames) {
+TEST(Describe, ReturnsTheVersionsThatTheHeaderNames) {
   const std::string lines = lines_of_the_library();
   for (const char* key : {"\nversion=", "\ncuda=", "\ndriver="}) {
-    EXPECT_NE(lines.find(key), std::string::npos) << "no" << key << " in:" << lines;
+    EXPECT_NE(lines.find(key), std::string::npos) << "missing" << key << " in:" << lines;
   }
 }
 
@@ -33,8 +33,8 @@ struct LayersPath {
 
 using DescribeCuda = CudaTest;
 
-// Whatever the device is, and ANABRANCH_CUDA_PATH.
-TEST_F(DescribeCuda, ALayersPathIsTheFirstOfTheDeviceThatCanTakeIt) {
+// Holds for any device and any value of ANABRANCH_CUDA_PATH.
+TEST_F(DescribeCuda, ALayerUsesTheFirstPathThatSupportsIt) {
   constexpr char kKey[] = "\nexperts on device 0=";
   const std::string lines = lines_of_the_library();
   const size_t at = lines.find(kKey);
@@ -54,9 +54,9 @@ TEST_F(DescribeCuda, ALayersPathIsTheFirstOfTheDeviceThatCanTakeIt) {
   EXPECT_EQ(odd.path, next);
 }
 
-TEST(DescribeWithoutCuda, APathSaysWhyThereIsNone) {
+TEST(DescribeWithoutCuda, ExpertsPathReturnsTheReason) {
   int count = 0;
-  if (cudaGetDeviceCount(&count) == cudaSuccess && count > 0) GTEST_SKIP() << "there is a GPU";
+  if (cudaGetDeviceCount(&count) == cudaSuccess && count > 0) GTEST_SKIP() << "a GPU is present";
   const char* path = nullptr;
   EXPECT_REFUSED(ab_cuda_experts_path(AB_FLOAT32, 4, 2, 8, 32, 2, 48, 0, 0, 1, &path, nullptr), AB_UNSUPPORTED,
                  "experts_path: no usable GPU");

@@ -1,4 +1,4 @@
-// Tensors on the device with guard zones, and calls that are checked for writing outside their outputs.
+// Device tensors between guard zones, and helpers that check that calls write nothing outside their outputs.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -16,7 +16,7 @@ namespace anabranch::testing {
     EXPECT_EQ(cuda_error, cudaSuccess) << cudaGetErrorString(cuda_error); \
   } while (false)
 
-// Skips, loudly, where there is no GPU.
+// Skips with a message if there is no GPU.
 class CudaTest : public ::testing::Test {
  protected:
   void SetUp() override {
@@ -56,15 +56,15 @@ inline int64_t bytes_of(const ab_tensor& view) {
   return bytes;
 }
 
-// Copies of host tensors on the device, each between two guard zones of a known pattern.
+// Copies host tensors to the device, each between two guard zones filled with a known pattern.
 class Mirrors {
  public:
   ~Mirrors() {
     for (Mirror& mirror : mirrors_) cudaFree(mirror.memory);
   }
 
-  // A view of a copy on the device, `shift` bytes past an aligned address; nullptr for nullptr. An empty tensor has no
-  // data, as torch's has none.
+  // Copies a tensor to the device, `shift` bytes past an aligned address, and returns a view of the copy; nullptr for
+  // nullptr. An empty tensor has a null data pointer, as in torch.
   const ab_tensor* add(const ab_tensor* host, int64_t shift = 0) {
     if (host == nullptr) return nullptr;
     mirrors_.push_back({});
@@ -82,7 +82,7 @@ class Mirrors {
     return &mirror.view;
   }
 
-  // Copies everything back to the host tensors and looks at the guard zones.
+  // Copies everything back to the host tensors and checks the guard zones.
   void fetch() {
     EXPECT_CUDA(cudaDeviceSynchronize());
     for (Mirror& mirror : mirrors_) {
@@ -109,7 +109,7 @@ class Mirrors {
     size_t begin() const { return kGuard + shift; }
     size_t all_bytes() const { return begin() + static_cast<size_t>(bytes) + kGuard; }
   };
-  std::deque<Mirror> mirrors_;  // views keep their addresses
+  std::deque<Mirror> mirrors_;  // a deque, so that views keep their addresses
 };
 
 // A workspace of exactly `bytes`, filled with NaN, between guard zones.
@@ -128,9 +128,9 @@ class DeviceWorkspace {
   ab_exec exec_;
 };
 
-// Calls an operation on device copies of the tensors that `members` of its args name, with a workspace of the size that
-// it asks for, and fetches what it wrote. The call is a new thread's, in which CUDA was not used before, as an autograd
-// engine makes calls.
+// Copies the tensors named by `members` of args to the device, runs the operation with a workspace of the requested
+// size, and copies the tensors back. The call runs on a new thread that has not used CUDA yet, as calls of an autograd
+// engine do.
 template <class Args, class... Members>
 void run_on_copies(ab_status (*workspace_size)(const Args*, const ab_exec*, size_t*),
                    ab_status (*operation)(const Args*, const ab_exec*), Args args, Members... members) {
@@ -144,8 +144,7 @@ void run_on_copies(ab_status (*workspace_size)(const Args*, const ab_exec*, size
   workspace.check();
 }
 
-// Captures what enqueue(stream) puts on a stream in a graph and replays it three times; before that, waits for all that
-// the device was given to do.
+// Waits for the device, then captures the work of enqueue(stream) in a graph and replays it three times.
 template <class Enqueue>
 void replay_in_graph(const Enqueue& enqueue) {
   cudaStream_t stream;

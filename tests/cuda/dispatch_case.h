@@ -1,4 +1,5 @@
-// A dispatch and combine to try: its shape, dtypes and maps, its operands and results, and calls of both libraries.
+// A test case of dispatch and combine: shape, dtypes, gather and scatter indices, operands, results, and the calls of
+// both libraries.
 #pragma once
 
 #include <limits>
@@ -17,16 +18,16 @@ struct Case {
   int64_t D = 64;
   int32_t E = 6;
   int32_t align = 8;
-  double share = 1.0;           // of the rows that hold every slot; below 1 slots are dropped
-  int32_t dtype = AB_BFLOAT16;  // of tokens
+  double share = 1.0;           // fraction of the rows that all assignments need; below 1 some are dropped
+  int32_t dtype = AB_BFLOAT16;  // dtype of tokens
   int32_t rows_dtype = 0;       // 0: dtype
-  int32_t d_dtype = 0;          // of the gradients of both; 0: dtype
+  int32_t d_dtype = 0;          // dtype of the gradients; 0: dtype
   int32_t weights_dtype = AB_FLOAT32;
   int32_t addend_dtype = 0;  // 0: no addend
   bool weighted = true;
-  bool garbage = false;   // in the maps
+  bool garbage = false;   // garbage indices
   bool specials = false;  // NaN, infinities, zeros of both signs
-  int64_t shift = 0;      // elements that float tensors are off an aligned address
+  int64_t shift = 0;      // offset of float tensors from an aligned address, in elements
 
   int64_t num_rows() const {
     const int64_t a = std::max(align, 1);
@@ -43,7 +44,7 @@ inline std::ostream& operator<<(std::ostream& out, const Case& c) {
              << " shift " << c.shift;
 }
 
-// Anything an index buffer may hold by accident: small, large, negative, extreme.
+// Arbitrary contents of an index buffer: small, large, negative and extreme values.
 inline void fill_with_garbage(Tensor<int32_t>* tensor, int64_t limit, unsigned seed) {
   std::mt19937 random(seed);
   std::uniform_int_distribution<int32_t> near(-3, static_cast<int32_t>(limit) + 3);
@@ -119,14 +120,13 @@ struct Results {
   FloatTensor dispatched, scaled, out, d_x, d_rows, d_weights, d_rows_alone, d_weights_alone;
 };
 
-// Every operation on the operands; the struct of each call refers to views that live as long as operands and results
-// do, or the mirrors.
+// The arguments of all operations. They point to views that are owned by the operands and results, or by the mirrors.
 struct Calls {
   ab_dispatch_args dispatch, scale;
   ab_combine_args combine, sum;
   ab_combine_backward_args both, d_rows, d_weights;
 
-  // view(tensor, bytes of an element of floats, or 0): the view that the calls shall use.
+  // view(tensor, bytes): returns the view for the calls. bytes: element size of a float tensor, 0 for indices.
   template <class View>
   Calls(const Case& c, const Operands& in, const Results& out, const View& view) {
     const auto floats = [&](const FloatTensor& tensor) { return view(tensor.view(), tensor.element_bytes()); };
@@ -159,7 +159,7 @@ inline void run_on_cpu(const Case& c, const Operands& in, const Results& out) {
   }
 }
 
-// Enqueues all of them; needs no workspace.
+// Enqueues all operations. None needs a workspace.
 inline void enqueue(const Calls& calls, cudaStream_t stream) {
   const ab_exec exec{sizeof(exec), 0, stream, nullptr, 0};
   for (const ab_dispatch_args* args : {&calls.dispatch, &calls.scale}) EXPECT_OK(ab_cuda_dispatch(args, &exec));

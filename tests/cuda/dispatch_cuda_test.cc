@@ -1,5 +1,5 @@
-// Dispatch, combine and their backward passes on the GPU against the CPU's: to the bit, but for the products, which
-// both add up in an order of their own.
+// Dispatch, combine and their backward passes on the GPU against the CPU. Results must have the same bits, except
+// d_weights: the two backends add up its dot last_d_weights in different orders.
 #include <cmath>
 
 #include "dispatch_case.h"
@@ -10,28 +10,28 @@ namespace {
 constexpr int32_t kFloatDtypes[] = {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16};
 constexpr int32_t kAddendDtypes[] = {0, AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16};  // 0: no addend
 
-// d_weights[t, k] = <d_out[t], rows[row]>: within float32's rounding of the sum of the terms' sizes, and one of its
-// own.
-void expect_products(const Case& c, const Operands& in, const FloatTensor& d_weights) {
+// Checks d_weights[t, k] = <d_out[t], rows[row]>. The bound allows float32 rounding relative to the sum of |terms| and
+// one rounding of the result.
+void expect_d_weights(const Case& c, const Operands& in, const FloatTensor& d_weights) {
   for (int64_t slot = 0; slot < c.T * c.K; ++slot) {
     const int64_t row = in.row_of_slot[slot];
     if (row < 0 || row >= c.num_rows()) {
       ASSERT_EQ(bits_of(d_weights.get(slot)), 0u) << "slot " << slot << " has no row";
       continue;
     }
-    double product = 0.0;
-    double sizes = 0.0;
+    double dot = 0.0;
+    double magnitude = 0.0;
     for (int64_t i = 0; i < c.D; ++i) {
       const double term = double{in.d_out.get(slot / c.K * c.D + i)} * double{in.rows.get(row * c.D + i)};
-      product += term;
-      sizes += std::abs(term);
+      dot += term;
+      magnitude += std::abs(term);
     }
     const double got = double{d_weights.get(slot)};
-    if (std::isfinite(product)) {
-      ASSERT_LE(std::abs(got - product), 2e-6 * sizes + rounding_of(c.weights_dtype) * std::abs(product) + 1e-7)
+    if (std::isfinite(dot)) {
+      ASSERT_LE(std::abs(got - dot), 2e-6 * magnitude + rounding_of(c.weights_dtype) * std::abs(dot) + 1e-7)
           << "slot " << slot;
     } else {
-      ASSERT_TRUE(std::isnan(product) ? std::isnan(got) : got == product) << "slot " << slot;
+      ASSERT_TRUE(std::isnan(dot) ? std::isnan(got) : got == dot) << "slot " << slot;
     }
   }
 }
@@ -44,7 +44,7 @@ void compare(const Case& c, const Operands& in, const Results& got, const Result
   ASSERT_TRUE(got.d_rows.is(want.d_rows)) << "d_rows";
   ASSERT_TRUE(got.d_rows_alone.is(want.d_rows)) << "d_rows without d_weights";
   ASSERT_TRUE(got.d_weights_alone.is(got.d_weights)) << "d_weights without d_rows";
-  expect_products(c, in, got.d_weights);
+  expect_d_weights(c, in, got.d_weights);
 }
 
 void check(const Case& c, unsigned seed = 1) {
@@ -80,7 +80,7 @@ TEST_F(DispatchCuda, EveryWidthDtypeAndAlignment) {
   }
 }
 
-// Past the columns that the warps of a block hold at a time.
+// More columns than the warps of a block process at a time.
 TEST_F(DispatchCuda, WideRows) {
   for (const int64_t D : {5000, 7168, 8192, 8200, 9003, 20000}) {
     for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
@@ -141,7 +141,7 @@ TEST_F(DispatchCuda, AddendsOfEveryDtype) {
     for (const int32_t rows_dtype : kFloatDtypes) {
       for (const int32_t addend_dtype : kFloatDtypes) {
         for (const int64_t D : {72, 37, 2056}) {
-          for (const int64_t shift : {0, 1, 4}) {  // a shift of 4 is aligned to 16 bytes only where elements have 4
+          for (const int64_t shift : {0, 1, 4}) {  // a shift of 4 elements is 16-byte aligned only for 4-byte elements
             Case c;
             c.T = 11;
             c.D = D;
@@ -159,7 +159,7 @@ TEST_F(DispatchCuda, AddendsOfEveryDtype) {
   }
 }
 
-TEST_F(DispatchCuda, AnAddendThatAloneIsNotAligned) {
+TEST_F(DispatchCuda, OnlyTheAddendIsUnaligned) {
   for (const int32_t dtype : kFloatDtypes) {
     for (const int32_t addend_dtype : kFloatDtypes) {
       SCOPED_TRACE(::testing::Message() << "dtype " << dtype << " addend " << addend_dtype);
@@ -181,7 +181,7 @@ TEST_F(DispatchCuda, AnAddendThatAloneIsNotAligned) {
   }
 }
 
-TEST_F(DispatchCuda, TheAddendMayBeTheResult) {
+TEST_F(DispatchCuda, OutMayAliasTheAddend) {
   for (const int32_t dtype : kFloatDtypes) {
     for (const int64_t D : {37, 2056}) {
       SCOPED_TRACE(::testing::Message() << "dtype " << dtype << " D " << D);
@@ -223,7 +223,7 @@ TEST_F(DispatchCuda, ManyTokensPaddingAndDroppedSlots) {
   }
 }
 
-TEST_F(DispatchCuda, NothingAtAll) {
+TEST_F(DispatchCuda, EmptyTensors) {
   for (const int64_t T : {0, 5}) {
     for (const int64_t D : {0, 8}) {
       for (const double share : {0.0, 1.0}) {
@@ -240,8 +240,8 @@ TEST_F(DispatchCuda, NothingAtAll) {
   }
 }
 
-// Whatever the maps hold: nothing outside a buffer is touched, every result is written, as on the CPU.
-TEST_F(DispatchCuda, GarbageInTheMaps) {
+// With garbage indices, nothing outside a buffer is accessed and every result matches the CPU.
+TEST_F(DispatchCuda, GarbageIndices) {
   for (unsigned seed = 400; seed < 412; ++seed) {
     Case c;
     c.T = 500;
@@ -306,7 +306,7 @@ TEST_F(DispatchCuda, CopiesElementsOfEverySize) {
   }
 }
 
-TEST_F(DispatchCuda, RepeatsItsBitsAlsoFromAGraph) {
+TEST_F(DispatchCuda, HasTheSameBitsInAGraph) {
   Case c;
   c.T = 700;
   c.K = 8;
@@ -326,7 +326,7 @@ TEST_F(DispatchCuda, RepeatsItsBitsAlsoFromAGraph) {
   EXPECT_TRUE(replayed.d_weights.is(once.d_weights));
 }
 
-TEST_F(DispatchCuda, BadArgumentsAreRefusedInTheCpusWords) {
+TEST_F(DispatchCuda, ErrorMessagesMatchTheCpu) {
   const Case c;
   const Operands in(c);
   const Results out(c);
@@ -370,7 +370,7 @@ TEST_F(DispatchCuda, BadArgumentsAreRefusedInTheCpusWords) {
   EXPECT_REFUSED(ab_cuda_dispatch(nullptr, nullptr), AB_INVALID_ARGUMENT, "ab_dispatch_args: got NULL");
 }
 
-// Memory of the device without a copy on the host.
+// A device tensor without a host copy.
 class DeviceTensor {
  public:
   DeviceTensor(int32_t dtype, int64_t rows, int64_t columns) : view_{nullptr, dtype, 2, {rows, columns}, nullptr} {
@@ -382,7 +382,7 @@ class DeviceTensor {
   DeviceTensor& operator=(const DeviceTensor&) = delete;
 
   const ab_tensor* view() const { return &view_; }
-  // The last elements, from and to the host.
+  // Copy the last elements from and to the host.
   template <class T>
   void set_last(const std::vector<T>& values) const {
     EXPECT_CUDA(cudaMemcpy(end() - values.size() * sizeof(T), values.data(), values.size() * sizeof(T),
@@ -400,7 +400,7 @@ class DeviceTensor {
   ab_tensor view_;
 };
 
-// Buffers past 2^31 elements: the last tokens and rows come out as in a small call.
+// In buffers of more than 2^31 elements, the last tokens and rows have the same results as in a small call.
 TEST_F(DispatchCuda, MoreThanTwoToThe31Elements) {
   SKIP_WITHOUT_GIB(12);
   Case c;
@@ -424,7 +424,7 @@ TEST_F(DispatchCuda, MoreThanTwoToThe31Elements) {
   Mirrors mirrors;
   const Calls small = calls_on_gpu(c, in, want, &mirrors);
 
-  {  // many rows: those that are there stand at the end
+  {  // many rows; only the last ones are assigned
     const int64_t R = many;
     std::vector<int32_t> row_of_slot = in.row_of_slot.values();
     for (int32_t& row : row_of_slot) row += row < 0 ? 0 : static_cast<int32_t>(R - c.num_rows());
@@ -464,7 +464,7 @@ TEST_F(DispatchCuda, MoreThanTwoToThe31Elements) {
     EXPECT_OK(ab_cuda_combine_backward(&backward, nullptr));
     expect_last(d_rows, want.d_rows, "d_rows");
   }
-  {  // many tokens: only the last have rows
+  {  // many tokens; only the last ones have rows
     const int64_t T = many;
     const int32_t first_slot = static_cast<int32_t>((T - c.T) * c.K);
     const DeviceTensor row_of_slot(AB_INT32, T, c.K);  // 0xff: -1
@@ -489,11 +489,11 @@ TEST_F(DispatchCuda, MoreThanTwoToThe31Elements) {
     backward.d_weights = d_weights.view();
     EXPECT_OK(ab_cuda_combine_backward(&backward, nullptr));
     expect_last(d_rows, want.d_rows, "d_rows");
-    const std::vector<float> products = d_weights.last<float>(static_cast<size_t>(want.d_weights.size()) + 2);
-    EXPECT_EQ(products[0], 0.0f);
-    EXPECT_EQ(products[1], 0.0f);
+    const std::vector<float> last_d_weights = d_weights.last<float>(static_cast<size_t>(want.d_weights.size()) + 2);
+    EXPECT_EQ(last_d_weights[0], 0.0f);
+    EXPECT_EQ(last_d_weights[1], 0.0f);
     for (int64_t slot = 0; slot < want.d_weights.size(); ++slot) {
-      EXPECT_EQ(products[static_cast<size_t>(slot) + 2], want.d_weights.get(slot));
+      EXPECT_EQ(last_d_weights[static_cast<size_t>(slot) + 2], want.d_weights.get(slot));
     }
     ab_combine_args combine = small.combine;
     combine.row_of_slot = row_of_slot.view();

@@ -1,4 +1,4 @@
-// What the tests of the experts on the GPU share.
+// Helpers for the tests of the experts on the GPU.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace anabranch::testing {
 
-// Runs on every GPU that the experts know.
+// Skips on GPUs that the experts do not support.
 class ExpertsCudaTest : public CudaTest {
  protected:
   void SetUp() override {
@@ -23,7 +23,7 @@ class ExpertsCudaTest : public CudaTest {
 
 inline const std::vector<int32_t> kUneven = {0, 1, 128, 0, 0, 129, 127, 700, 0, 64, 65, 3};
 
-// Rows of expert e are ends[e - 1] ... ends[e] - 1.
+// Expert e has rows [ends[e - 1], ends[e]).
 inline std::vector<int64_t> ends_of(const std::vector<int32_t>& sizes, int64_t R) {
   std::vector<int64_t> ends;
   int64_t end = 0;

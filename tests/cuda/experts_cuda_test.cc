@@ -1,4 +1,4 @@
-// The grouped products on the GPU against the CPU's.
+// Grouped GEMMs on the GPU against the CPU.
 #include <cmath>
 #include <limits>
 #include <ostream>
@@ -35,7 +35,7 @@ struct GroupedMatmul {
         sizes({c.E()}, c.sizes) {
     x.fill_uniform(seed);
     w.fill_uniform(seed + 1);
-    // Rows past the groups hold NaN: nothing may come of them.
+    // Fill rows past the groups with NaN to check that they are ignored.
     const int64_t end = c.sizes.empty() ? 0 : ends_of(c.sizes, c.R).back();
     for (int64_t i = end * c.D; i < c.R * c.D; ++i) x.set(i, std::numeric_limits<float>::quiet_NaN());
   }
@@ -56,8 +56,8 @@ struct GroupedMatmul {
   Tensor<int32_t> sizes;
 };
 
-// Both sides round the same sum: they differ by less than twice the rounding, and by the float32 additions, of which
-// each may lose a unit in the last place of a sum of at most D.
+// Both backends round the same sum. The bound allows one rounding on each side, and an error of one unit in the last
+// place of D for each float32 addition.
 void compare(const Case& c, const FloatTensor& got, const FloatTensor& want) {
   const std::vector<int64_t> ends = ends_of(c.sizes, c.R);
   const double additions = static_cast<double>(c.D) * 0x1p-21 * std::sqrt(static_cast<double>(c.D) + 1);
@@ -91,16 +91,17 @@ void check(const Case& c, unsigned seed = 1) {
   if (::testing::Test::HasFatalFailure()) return;
   const FloatTensor again({c.R, c.N}, c.dtype);
   op.on_gpu(again);
-  ASSERT_TRUE(got.is(again)) << "another run gave other bits";
+  ASSERT_TRUE(got.is(again)) << "a second run gave other bits";
 }
 
 using ExpertsCuda = ExpertsCudaTest;
 
-TEST_F(ExpertsCuda, GroupedMatmulIsTheCpus) {
+TEST_F(ExpertsCuda, GroupedMatmulMatchesTheCpu) {
   for (const int32_t dtype : {AB_BFLOAT16, AB_FLOAT16}) {
     for (const bool transpose : {false, true}) {
       check({kUneven, 1300, 256, 512, transpose, dtype});
-      check({kUneven, 1217, 136, 264, transpose, dtype});  // no rows past the groups; widths that fill no tile
+      check({kUneven, 1217, 136, 264, transpose,
+             dtype});  // no rows past the groups; widths that are no multiple of a tile
       check({kUneven, 1217, 8, 8, transpose, dtype});
       check({{300, 300, 300, 300}, 1200, 768, 768, transpose, dtype});
       check({{1}, 1, 1024, 2048, transpose, dtype});
@@ -109,7 +110,7 @@ TEST_F(ExpertsCuda, GroupedMatmulIsTheCpus) {
   }
 }
 
-TEST_F(ExpertsCuda, GroupedMatmulTakesEverySizeAndFloat32) {
+TEST_F(ExpertsCuda, GroupedMatmulAcceptsEverySizeAndFloat32) {
   for (const int32_t dtype : {AB_BFLOAT16, AB_FLOAT16, AB_FLOAT32}) {
     for (const bool transpose : {false, true}) {
       check({kUneven, 1300, 33, 45, transpose, dtype});
@@ -127,7 +128,7 @@ TEST_F(ExpertsCuda, GroupedMatmulTakesEverySizeAndFloat32) {
   }
 }
 
-TEST_F(ExpertsCuda, NoSizeReachesOutOfBounds) {
+TEST_F(ExpertsCuda, GroupSizesAreClippedToTheRows) {
   for (const int64_t D : {64, 33}) {
     for (const bool transpose : {false, true}) {
       check({{-5, 3, INT32_MIN, 4, -1}, 6, D, 72, transpose});
@@ -152,7 +153,7 @@ TEST_F(ExpertsCuda, ManyGroups) {
   check({sizes, R, 64, 72, true});
 }
 
-// Hopper's kernels don't take addresses that are not 16-byte aligned.
+// The Hopper kernels require 16-byte aligned addresses.
 TEST_F(ExpertsCuda, UnalignedOperands) {
   const Case c{{20, 0, 44}, 70, 64, 72};
   const GroupedMatmul op(c);
@@ -190,7 +191,7 @@ TEST_F(ExpertsCuda, ReplaysInAGraph) {
   EXPECT_TRUE(replayed.is(direct));
 }
 
-// R * D past 2^31: the last rows come out as if they stood alone.
+// With R * D > 2^31, the last rows have the same results as in a small call.
 TEST_F(ExpertsCuda, MoreThanTwoToThe31Elements) {
   constexpr int64_t kTail = 300;
   constexpr int64_t D = 2048;
@@ -243,10 +244,10 @@ TEST_F(ExpertsCuda, BadArgumentsAreRefused) {
   EXPECT_REFUSED(ab_cuda_grouped_matmul(nullptr, nullptr), AB_INVALID_ARGUMENT, "ab_grouped_matmul_args: got NULL");
 }
 
-// Where there is no GPU, the call says so.
-TEST(ExpertsWithoutCuda, TheCallSaysWhy) {
+// Without a GPU, the call returns an error that names the reason.
+TEST(ExpertsWithoutCuda, TheErrorNamesTheReason) {
   int count = 0;
-  if (cudaGetDeviceCount(&count) == cudaSuccess && count > 0) GTEST_SKIP() << "there is a GPU";
+  if (cudaGetDeviceCount(&count) == cudaSuccess && count > 0) GTEST_SKIP() << "a GPU is present";
   const GroupedMatmul op({{2, 2}, 4, 8, 8});
   const FloatTensor y({4, 8}, AB_BFLOAT16);
   const ab_grouped_matmul_args args = op.args(y);

@@ -1,4 +1,4 @@
-// What becomes of CUDA's failures; it needs no GPU.
+// The mapping from CUDA errors to statuses. Needs no GPU.
 #include "core/cuda/failure.h"
 
 #include <gtest/gtest.h>
@@ -6,7 +6,7 @@
 namespace anabranch::cuda {
 namespace {
 
-TEST(Failure, OnlyWhatAFallbackMayAvoidIsUnsupported) {
+TEST(Failure, OnlyErrorsThatAnotherPathMayAvoidAreUnsupported) {
   for (const cudaError_t failure :
        {cudaErrorNoKernelImageForDevice, cudaErrorInvalidDeviceFunction, cudaErrorInvalidConfiguration}) {
     EXPECT_EQ(code_of(failure), AB_UNSUPPORTED) << cudaGetErrorName(failure);

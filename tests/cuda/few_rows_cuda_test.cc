@@ -1,5 +1,4 @@
-// The feed-forward network with few rows, whose products have kernels of their own (experts/few_rows), on the GPU
-// against the CPU's.
+// Expert MLPs on the small-M (decode) kernels of experts/few_rows, against the CPU.
 #include "ffn_case.h"
 
 namespace anabranch::testing {
@@ -7,7 +6,7 @@ namespace {
 
 using FewRowsCuda = ExpertsCudaTest;
 
-// A few of many experts have rows, some more than are multiplied at a time.
+// Only some of many experts have rows; some have more rows than a kernel processes at a time.
 void check_few_rows(int layout, int64_t P, int64_t D, int64_t F, unsigned seed) {
   std::vector<int32_t> sizes(48);
   sizes[3] = 1;
@@ -48,13 +47,14 @@ TEST_F(FewRowsCuda, ManyExperts) {
       }
     }
   }
-  check_either_way({{0, 1, 0, 0, 0, 0, 0, 1, 0}, 2, 2048, 768, 2, 1, 2});
-  check_either_way({{0, 1, 0, 0, 0, 0, 0, 1, 0}, 9, 64, 72, 2, 3, 3});
-  check_either_way({std::vector<int32_t>(300, 0), 300, 64, 72, 2, 100, 3});
-  check_either_way({std::vector<int32_t>(300, 1), 300, 64, 72, 2, 0, 0});
+  check_with_and_without_biases({{0, 1, 0, 0, 0, 0, 0, 1, 0}, 2, 2048, 768, 2, 1, 2});
+  check_with_and_without_biases({{0, 1, 0, 0, 0, 0, 0, 1, 0}, 9, 64, 72, 2, 3, 3});
+  check_with_and_without_biases({std::vector<int32_t>(300, 0), 300, 64, 72, 2, 100, 3});
+  check_with_and_without_biases({std::vector<int32_t>(300, 1), 300, 64, 72, 2, 0, 0});
 }
 
-// Sums that 8 and 16 warps share, whose steps do not divide: of D, of F and, with the first layout, of the gradient.
+// Long sums over D, over F and, with the first layout, of the gradient. 8 or 16 warps share each, and the k-steps do
+// not divide evenly between them.
 TEST_F(FewRowsCuda, LongSums) {
   std::vector<int32_t> sizes(12);
   sizes[1] = 1;
@@ -78,7 +78,7 @@ TEST_F(FewRowsCuda, LongSums) {
   }
 }
 
-// Padding among the rows of experts, whole units of it among them.
+// Experts with padding rows, including whole row units of padding.
 TEST_F(FewRowsCuda, PaddedExperts) {
   std::vector<int32_t> sizes(80);
   sizes[5] = 64;
@@ -86,12 +86,12 @@ TEST_F(FewRowsCuda, PaddedExperts) {
   for (const int layout : {0, 1, 3}) {
     FfnCase c{sizes, 256, 64, 72, 2, 3, 2};
     c.layout = layout;
-    check_either_way(c);
+    check_with_and_without_biases(c);
     if (HasFatalFailure()) return;
   }
 }
 
-TEST_F(FewRowsCuda, NoSizeReachesOutOfBounds) {
+TEST_F(FewRowsCuda, GroupSizesAreClippedToTheRows) {
   for (const int layout : {0, 1}) {
     for (const int64_t K : {0, 2}) {
       for (std::vector<int32_t> sizes :
@@ -99,19 +99,19 @@ TEST_F(FewRowsCuda, NoSizeReachesOutOfBounds) {
         sizes.resize(600, INT32_MAX);
         FfnCase c{sizes, 600, 64, 8, 2, 300 * K, K};
         c.layout = layout;
-        check_either_way(c);
+        check_with_and_without_biases(c);
         c.sizes.resize(700);
         c.R = 20;
         c.T = 10 * K;
-        check_either_way(c);
+        check_with_and_without_biases(c);
         if (HasFatalFailure()) return;
       }
     }
   }
 }
 
-// What is not a number in a weight or a row stays out of padding, of other experts and of other rows.
-TEST_F(FewRowsCuda, NanStaysThere) {
+// NaN in a weight or a row does not reach padding, other experts or other rows.
+TEST_F(FewRowsCuda, NanDoesNotSpread) {
   for (const int layout : {0, 1}) {
     for (const bool in_weights : {false, true}) {
       std::vector<int32_t> sizes(40);
@@ -126,7 +126,7 @@ TEST_F(FewRowsCuda, NanStaysThere) {
         net.w_out.set(2 * net.w_out.size() / 40, std::numeric_limits<float>::quiet_NaN());
       } else {
         net.x.set(kRow * c.D, std::numeric_limits<float>::quiet_NaN());
-        net.kept_h.set(kRow * 2 * c.F, std::numeric_limits<float>::quiet_NaN());
+        net.saved_h.set(kRow * 2 * c.F, std::numeric_limits<float>::quiet_NaN());
       }
       net.on_gpu();
       for (int64_t r = 0; r < c.R; ++r) {

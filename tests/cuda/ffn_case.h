@@ -1,4 +1,4 @@
-// A feed-forward network with operands of any dtype, for tests on the GPU against the CPU.
+// An expert MLP with operands of any dtype, for tests on the GPU against the CPU.
 #pragma once
 
 #include <algorithm>
@@ -22,29 +22,29 @@ struct FfnCase {
   int64_t D = 0;
   int64_t F = 0;
   int64_t P = 2;
-  int64_t T = 0;  // 0: x holds rows
+  int64_t T = 0;  // 0: x has one row per row of y
   int64_t K = 0;
   int32_t dtype = AB_BFLOAT16;
   int32_t activation = AB_SILU;
   Weighting weighting = Weighting::late;
   bool biases = true;
-  int32_t d_out = 0;  // dtype; 0: that of x
+  int32_t d_out = 0;  // dtype; 0: dtype of x
   int32_t weights = AB_FLOAT32;
-  bool accumulate = false;  // gradients of weights, which are float32 then
-  int layout = 0;           // of LAYOUTS
+  bool accumulate = false;  // accumulate the gradients of weights, in float32
+  int layout = 0;           // index into kLayouts
   int32_t precision = AB_PRECISION_HIGHEST;
 
   int64_t E() const { return static_cast<int64_t>(sizes.size()); }
   bool by_slot() const { return K > 0; }
 };
 
-// The axes of W_in [E, D, P, F] and W_out [E, F, D] as they stand in memory, the outermost first.
+// Memory order of the axes of W_in [E, D, P, F] and W_out [E, F, D], outermost first.
 struct Layout {
   std::vector<int> in;
   std::vector<int> out;
 
-  // Of b_in [E, P, F] and h [R, P, F].
-  std::vector<int> hidden() const {
+  // Memory order of b_in [E, P, F] and h [R, P, F].
+  std::vector<int> intermediate() const {
     const bool interleaved = std::find(in.begin(), in.end(), 3) < std::find(in.begin(), in.end(), 2);
     return interleaved ? std::vector<int>{0, 2, 1} : std::vector<int>{0, 1, 2};
   }
@@ -54,7 +54,7 @@ inline const std::vector<Layout> kLayouts = {
     {{0, 2, 3, 1}, {0, 1, 2}}, {{0, 1, 3, 2}, {0, 2, 1}}, {{0, 3, 2, 1}, {0, 1, 2}}, {{0, 1, 2, 3}, {0, 2, 1}},
 };
 
-// A view of a row-major tensor's memory whose axes stand there in another order.
+// A view that reads the memory of a row-major tensor in another axis order.
 class Ordered {
  public:
   Ordered(const ab_tensor* tensor, const std::vector<int>& order) : view_(*tensor) {
@@ -82,7 +82,7 @@ inline std::ostream& operator<<(std::ostream& out, const FfnCase& c) {
              << (c.precision == AB_PRECISION_TF32 ? " TF32" : "");
 }
 
-// The parameters of an activation that has them: h reaches the limit and passes it.
+// Parameters of the activation, 0 if it has none. Values of h are below and above the limit.
 inline float alpha_of(int32_t activation) {
   return activation == AB_SWIGLU_OAI || activation == AB_SITU ? 1.25f : 0.0f;
 }
@@ -96,11 +96,11 @@ struct Network {
   std::vector<int64_t> ends;
   Tensor<int32_t> sizes;
   Tensor<int32_t> slots;
-  FloatTensor x, w_in, b_in, w_out, b_out, weights, kept_h, d_out;
-  // results
+  FloatTensor x, w_in, b_in, w_out, b_out, weights, saved_h, d_out;
+  // Results.
   FloatTensor y, h, dh, dx_rows, d_w_in, d_b_in, d_w_out, d_b_out, d_weights;
-  // those whose layout is the case's
-  Ordered w_in_view, b_in_view, w_out_view, kept_h_view, h_view, dh_view, d_w_in_view, d_b_in_view, d_w_out_view;
+  // Views in the layout of the case.
+  Ordered w_in_view, b_in_view, w_out_view, saved_h_view, h_view, dh_view, d_w_in_view, d_b_in_view, d_w_out_view;
 
   explicit Network(const FfnCase& shape, unsigned seed = 1)
       : c(shape),
@@ -113,7 +113,7 @@ struct Network {
         w_out({c.E(), c.F, c.D}, c.dtype),
         b_out({c.E(), c.D}, c.dtype),
         weights(slot_shape(), c.weights),
-        kept_h({c.R, c.P, c.F}, c.dtype),
+        saved_h({c.R, c.P, c.F}, c.dtype),
         d_out({source_rows(), c.D}, c.d_out == 0 ? c.dtype : c.d_out),
         y({c.R, c.D}, c.dtype),
         h({c.R, c.P, c.F}, c.dtype),
@@ -125,25 +125,25 @@ struct Network {
         d_b_out({c.E(), c.D}, c.dtype),
         d_weights(slot_shape(), AB_FLOAT32),
         w_in_view(w_in.view(), layout().in),
-        b_in_view(b_in.view(), layout().hidden()),
+        b_in_view(b_in.view(), layout().intermediate()),
         w_out_view(w_out.view(), layout().out),
-        kept_h_view(kept_h.view(), layout().hidden()),
-        h_view(h.view(), layout().hidden()),
-        dh_view(dh.view(), layout().hidden()),
+        saved_h_view(saved_h.view(), layout().intermediate()),
+        h_view(h.view(), layout().intermediate()),
+        dh_view(dh.view(), layout().intermediate()),
         d_w_in_view(d_w_in.view(), layout().in),
-        d_b_in_view(d_b_in.view(), layout().hidden()),
+        d_b_in_view(d_b_in.view(), layout().intermediate()),
         d_w_out_view(d_w_out.view(), layout().out) {
     place_slots(seed);
-    for (FloatTensor* tensor : {&x, &b_in, &b_out, &weights, &kept_h, &d_out}) tensor->fill_uniform(++seed);
+    for (FloatTensor* tensor : {&x, &b_in, &b_out, &weights, &saved_h, &d_out}) tensor->fill_uniform(++seed);
     fill_scaled(w_in, std::sqrt(3.0f / static_cast<float>(c.D + 1)), ++seed);
     fill_scaled(w_out, std::sqrt(3.0f / static_cast<float>(c.F + 1)), ++seed);
-    poison();
+    fill_unused_with_nan();
     if (!c.accumulate) return;
     d_w_in.fill_uniform(++seed);
     d_w_out.fill_uniform(++seed);
   }
 
-  // The slot that row r stands for; -1: padding, or past the groups.
+  // Returns the slot of row r, or -1 for padding and rows past the groups.
   int64_t slot_of(int64_t r) const {
     if (ends.empty() || r >= ends.back()) return -1;
     if (!c.by_slot()) return r;
@@ -174,7 +174,7 @@ struct Network {
     args.precision = c.precision;
     return args;
   }
-  // From kept_h, so that both sides begin with the same.
+  // Reads saved_h instead of h, so that both backends start from the same values.
   BackwardArgs backward_args() const {
     BackwardArgs args{};
     args.size = sizeof(args);
@@ -188,7 +188,7 @@ struct Network {
     args.w_out = w_out_view.view();
     args.b_out = c.biases ? b_out.view() : nullptr;
     args.weights = c.weighting != Weighting::none ? weights.view() : nullptr;
-    args.h = kept_h_view.view();
+    args.h = saved_h_view.view();
     args.d_out = d_out.view();
     args.dh = dh_view.view();
     args.dx_rows = dx_rows.view();
@@ -223,7 +223,7 @@ struct Network {
                   &A::d_w_in, &A::d_b_in, &A::d_w_out, &A::d_b_out, &A::d_weights, &A::weighted_a);
   }
 
-  // The results that are the same bits as another network's.
+  // Compares all results bit for bit.
   void expect_same_bits(const Network& other) const {
     EXPECT_TRUE(y.is(other.y)) << "y";
     EXPECT_TRUE(h.is(other.h)) << "h";
@@ -242,7 +242,7 @@ struct Network {
     return c.by_slot() ? std::vector<int64_t>{c.T, c.K} : std::vector<int64_t>{c.R};
   }
 
-  // Slots in any order, each once at most; a tenth of the rows hold what is none.
+  // Assigns slots in random order, each at most once. A tenth of the rows get an invalid slot.
   void place_slots(unsigned seed) {
     std::mt19937 random(seed);
     std::vector<int32_t> order(static_cast<size_t>(c.T * c.K));
@@ -264,14 +264,14 @@ struct Network {
     for (int64_t i = 0; i < tensor.size(); ++i) tensor.set(i, scale * tensor.get(i));
   }
 
-  // What no row stands for holds NaN: nothing may come of it.
-  void poison() {
+  // Fills tokens, weights and rows without an assignment with NaN to check that they are ignored.
+  void fill_unused_with_nan() {
     std::vector<bool> used_slots(static_cast<size_t>(std::max(c.R, c.T * c.K)));
     std::vector<bool> used_sources(static_cast<size_t>(source_rows()));
     for (int64_t r = 0; r < c.R; ++r) {
       const int64_t slot = slot_of(r);
       if (slot < 0) {
-        fill_nan(kept_h, r * c.P * c.F, c.P * c.F);
+        fill_nan(saved_h, r * c.P * c.F, c.P * c.F);
       } else {
         used_slots[static_cast<size_t>(slot)] = true;
         used_sources[static_cast<size_t>(c.by_slot() ? slot / c.K : r)] = true;
@@ -292,8 +292,8 @@ struct Network {
   }
 };
 
-// Elements [begin, end) of one expert. Both sides round the same chains of sums, most of them to the same number: the
-// norm of the difference is below two roundings of each element, and an element's below eight of its neighbours' size.
+// Compares elements [begin, end) of one expert. Both backends round the same sums, mostly to the same number. The norm
+// of the error is below two roundings per element; a single error is below eight roundings of the typical magnitude.
 inline void compare_elements(const char* name, const FfnCase& c, const FloatTensor& got, const FloatTensor& want,
                              int64_t begin, int64_t end) {
   double error = 0;
@@ -303,7 +303,7 @@ inline void compare_elements(const char* name, const FfnCase& c, const FloatTens
     norm += static_cast<double>(want.get(i)) * want.get(i);
   }
   const double size = end == begin ? 0 : std::sqrt(norm / static_cast<double>(end - begin));
-  // dh and w a are rounded to it on the way to any other; operands of TF32, which the CPU takes as they are, to 2^-10.
+  // dh and w a are rounded to the dtype before other results use them. TF32 rounds operands to 2^-10 on the GPU only.
   const double rounding = (c.precision == AB_PRECISION_TF32 ? 0x1p-10 : rounding_of(c.dtype)) + 2e-6;
   for (int64_t i = begin; i < end; ++i) {
     const double difference = static_cast<double>(got.get(i)) - want.get(i);
@@ -314,13 +314,13 @@ inline void compare_elements(const char* name, const FfnCase& c, const FloatTens
   ASSERT_LE(std::sqrt(error), 2 * rounding * std::sqrt(norm)) << name << " of an expert";
 }
 
-// Expert by expert of a tensor [E, ...].
+// Compares a tensor [E, ...] expert by expert.
 inline void compare_experts(const char* name, const FfnCase& c, const FloatTensor& got, const FloatTensor& want) {
   const int64_t each = c.E() == 0 ? 0 : want.size() / c.E();
   for (int64_t e = 0; e < c.E(); ++e) compare_elements(name, c, got, want, e * each, (e + 1) * each);
 }
 
-// Expert by expert of a tensor [R, ...]; zero in padding and past the groups.
+// Compares a tensor [R, ...] expert by expert. Padding rows and rows past the groups must be zero.
 inline void compare_rows(const char* name, const Network& net, const FloatTensor& got, const FloatTensor& want) {
   const int64_t width = net.c.R == 0 ? 0 : want.size() / net.c.R;
   int64_t begin = 0;
@@ -330,12 +330,12 @@ inline void compare_rows(const char* name, const Network& net, const FloatTensor
   }
   for (int64_t r = 0; r < net.c.R; ++r) {
     for (int64_t i = r * width; net.slot_of(r) < 0 && i < (r + 1) * width; ++i) {
-      ASSERT_EQ(got.get(i), 0.0f) << name << " row " << r << ", which is padding";
+      ASSERT_EQ(got.get(i), 0.0f) << name << " row " << r << " is padding";
     }
   }
 }
 
-// A slot's gradient is a sum of F + D products of about 1, some of which cancel; exactly zero without a row.
+// Compares d_weights. Each element is a sum of F + D terms of order 1, some of which cancel; without a row it is zero.
 inline void compare_slots(const Network& net, const FloatTensor& got, const FloatTensor& want) {
   std::vector<bool> used(static_cast<size_t>(want.size()));
   for (int64_t r = 0; r < net.c.R; ++r) {
@@ -360,7 +360,7 @@ inline void compare(const Network& got, const Network& want) {
   compare_slots(want, got.d_weights, want.d_weights);
 }
 
-// Every result is the CPU's, and the same bits on another run.
+// Checks every result against the CPU, and that a second run gives the same bits.
 inline void check(const FfnCase& c, unsigned seed = 1) {
   SCOPED_TRACE(::testing::Message() << c);
   const Network want(c, seed);
@@ -375,8 +375,8 @@ inline void check(const FfnCase& c, unsigned seed = 1) {
   again.expect_same_bits(got);
 }
 
-// With biases and without.
-inline void check_either_way(FfnCase c) {
+// Checks with and without biases.
+inline void check_with_and_without_biases(FfnCase c) {
   for (const bool biases : {true, false}) {
     c.biases = biases;
     check(c);

@@ -1,4 +1,4 @@
-// The feed-forward network on the GPU against the CPU's.
+// The expert MLP on the GPU against the CPU.
 #include "anabranch/cuda_workspaces.h"
 #include "ffn_case.h"
 #include "two_calls.h"
@@ -10,7 +10,7 @@ using FfnCuda = ExpertsCudaTest;
 
 const std::vector<int32_t> kGroups = {3, 0, 64, 1, 70, 0, 9};  // 147 rows
 
-TEST_F(FfnCuda, EveryOptionIsTheCpus) {
+TEST_F(FfnCuda, EveryOptionMatchesTheCpu) {
   unsigned seed = 0;
   for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {
     for (const int64_t P : {1, 2}) {
@@ -18,7 +18,7 @@ TEST_F(FfnCuda, EveryOptionIsTheCpus) {
         for (const Weighting weighting : {Weighting::none, Weighting::late, Weighting::early}) {
           for (const bool biases : {false, true}) {
             const bool by_slot = ++seed % 3 != 0;
-            const bool aligned = seed % 2 == 0;  // widths that the tensor cores take, or odd ones
+            const bool aligned = seed % 2 == 0;  // aligned widths, which tensor cores require, or odd ones
             FfnCase c{kGroups, 150, aligned ? 64 : 13, aligned ? 72 : 7, P};
             if (by_slot) {
               c.T = 61;
@@ -64,7 +64,7 @@ TEST_F(FfnCuda, WeightsLieInAnyLayout) {
   }
 }
 
-// Tiles of 256 columns, several of them, and longer sums.
+// Several tiles of 256 columns, and longer sums.
 TEST_F(FfnCuda, WeightsOfSeveralTilesLieInAnyLayout) {
   for (int layout = 1; layout < static_cast<int>(kLayouts.size()); ++layout) {
     for (const int64_t P : {1, 2}) {
@@ -79,8 +79,7 @@ TEST_F(FfnCuda, WeightsOfSeveralTilesLieInAnyLayout) {
   }
 }
 
-// A cotangent of another dtype gives the bits of one that was rounded to the dtype of x, and so the CPU's results of
-// it.
+// A cotangent of another dtype gives the same bits as a cotangent that is first rounded to the dtype of x.
 TEST_F(FfnCuda, CotangentsAndWeightsHaveAnyDtype) {
   for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {
     for (const int32_t weights : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {
@@ -105,8 +104,8 @@ TEST_F(FfnCuda, CotangentsAndWeightsHaveAnyDtype) {
   }
 }
 
-// Of both tiles, of weights either way, of widths that are whole chunks and others.
-TEST_F(FfnCuda, Tf32IsNearTheCpus) {
+// Covers both tile sizes, weights in both orientations, and widths with and without a partial chunk.
+TEST_F(FfnCuda, Tf32IsCloseToTheCpu) {
   for (const int layout : {0, 1}) {
     for (const FfnCase& shape :
          {FfnCase{kGroups, 150, 64, 72, 2, 61, 3}, FfnCase{kGroups, 150, 13, 7, 1, 0, 0},
@@ -132,29 +131,31 @@ TEST_F(FfnCuda, GradientsOfWeightsAccumulate) {
   }
 }
 
-TEST_F(FfnCuda, EveryShapeIsTheCpus) {
+TEST_F(FfnCuda, EveryShapeMatchesTheCpu) {
   for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
-    check_either_way({{1}, 1, 1, 1, 2, 1, 1, dtype});
-    check_either_way({{1}, 1, 1, 1, 1, 0, 0, dtype});
-    check_either_way({kUneven, 1300, 136, 264, 2, 500, 3, dtype});  // more slots than rows, rows past the groups
-    check_either_way({kUneven, 1217, 33, 130, 2, 100, 8, dtype});   // fewer slots than rows
-    check_either_way({kUneven, 1217, 72, 65, 1, 0, 0, dtype});
-    check_either_way({{5000, 0, 20, 1500}, 6600, 136, 72, 2, 3300, 2, dtype});  // sums over rows that are cut
-    check_either_way({{512, 0, 513, 1, 511, 1024}, 2561, 40, 24, 1, 1000, 3, dtype});
-    check_either_way({{0, 0, 0}, 5, 16, 8, 2, 4, 2, dtype});
-    check_either_way({{150000, 0, 160000}, 320000, 8, 8, 2, 160000, 2, dtype});  // more rows than threads
+    check_with_and_without_biases({{1}, 1, 1, 1, 2, 1, 1, dtype});
+    check_with_and_without_biases({{1}, 1, 1, 1, 1, 0, 0, dtype});
+    check_with_and_without_biases(
+        {kUneven, 1300, 136, 264, 2, 500, 3, dtype});  // more slots than rows, rows past the groups
+    check_with_and_without_biases({kUneven, 1217, 33, 130, 2, 100, 8, dtype});  // fewer slots than rows
+    check_with_and_without_biases({kUneven, 1217, 72, 65, 1, 0, 0, dtype});
+    check_with_and_without_biases(
+        {{5000, 0, 20, 1500}, 6600, 136, 72, 2, 3300, 2, dtype});  // sums over rows that are split
+    check_with_and_without_biases({{512, 0, 513, 1, 511, 1024}, 2561, 40, 24, 1, 1000, 3, dtype});
+    check_with_and_without_biases({{0, 0, 0}, 5, 16, 8, 2, 4, 2, dtype});
+    check_with_and_without_biases({{150000, 0, 160000}, 320000, 8, 8, 2, 160000, 2, dtype});  // more rows than threads
     if (HasFatalFailure()) return;
   }
 }
 
-TEST_F(FfnCuda, EmptySizesAreOrdinary) {
+TEST_F(FfnCuda, AcceptsEmptySizes) {
   for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
     for (const int64_t K : {0, 2}) {
-      check_either_way({{2, 1}, 0, 8, 16, 2, K * 3, K, dtype});           // R
-      check_either_way({{2, 1}, 4, 0, 16, 2, K * 3, K, dtype});           // D
-      check_either_way({{2, 1}, 4, 8, 0, 2, K * 3, K, dtype});            // F
-      check_either_way({{}, 4, 8, 16, 2, K * 3, K, dtype});               // E
-      check_either_way({{2, 1}, K == 0 ? 0 : 4, 8, 16, 2, 0, K, dtype});  // T
+      check_with_and_without_biases({{2, 1}, 0, 8, 16, 2, K * 3, K, dtype});           // R
+      check_with_and_without_biases({{2, 1}, 4, 0, 16, 2, K * 3, K, dtype});           // D
+      check_with_and_without_biases({{2, 1}, 4, 8, 0, 2, K * 3, K, dtype});            // F
+      check_with_and_without_biases({{}, 4, 8, 16, 2, K * 3, K, dtype});               // E
+      check_with_and_without_biases({{2, 1}, K == 0 ? 0 : 4, 8, 16, 2, 0, K, dtype});  // T
       if (HasFatalFailure()) return;
     }
   }
@@ -165,23 +166,23 @@ TEST_F(FfnCuda, ManyExperts) {
   std::vector<int32_t> sizes(700);
   int64_t R = 9;
   for (int32_t& size : sizes) R += size = random() % 3 == 0 ? 0 : static_cast<int32_t>(random() % 12);
-  check_either_way({sizes, R, 24, 16, 2, R, 2});
-  check_either_way({sizes, R, 24, 16, 2, R, 2, AB_FLOAT32});
+  check_with_and_without_biases({sizes, R, 24, 16, 2, R, 2});
+  check_with_and_without_biases({sizes, R, 24, 16, 2, R, 2, AB_FLOAT32});
 }
 
-TEST_F(FfnCuda, NoSizeReachesOutOfBounds) {
+TEST_F(FfnCuda, GroupSizesAreClippedToTheRows) {
   for (const int64_t D : {64, 13}) {
     for (const int64_t K : {0, 2}) {
       for (const std::vector<int32_t>& sizes :
            {std::vector<int32_t>{-5, 3, INT32_MIN, 4, -1}, {2, INT32_MAX, INT32_MAX, 1}, {INT32_MAX, -1, INT32_MAX}}) {
-        check_either_way({sizes, 600, D, 8, 2, 300 * K, K});
+        check_with_and_without_biases({sizes, 600, D, 8, 2, 300 * K, K});
         if (HasFatalFailure()) return;
       }
     }
   }
 }
 
-// What is not a number in a weight stays out of padding and of other experts.
+// NaN in a weight does not reach padding or other experts.
 TEST_F(FfnCuda, NanInWeightsStaysOutOfPadding) {
   for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
     for (const int64_t D : {64, 13}) {
@@ -216,8 +217,8 @@ TEST_F(FfnCuda, NanInWeightsStaysOutOfPadding) {
   }
 }
 
-// What is not a number in a row of its own stays there, and in what is summed over it.
-TEST_F(FfnCuda, NanInARowStaysInIt) {
+// NaN in a row reaches only the results of that row and the sums over it.
+TEST_F(FfnCuda, NanInARowDoesNotReachOtherRows) {
   for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
     for (const int64_t D : {64, 13}) {
       Network net({{40, 30}, 72, D, 24, 2, 0, 0, dtype});
@@ -240,14 +241,14 @@ TEST_F(FfnCuda, NanInARowStaysInIt) {
   }
 }
 
-TEST_F(FfnCuda, DhTakesOverTheMemoryOfH) {
+TEST_F(FfnCuda, DhMayAliasH) {
   for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
     for (const int64_t P : {1, 2}) {
       const FfnCase c{kUneven, 1300, 72, 136, P, 500, 3, dtype};
-      const Network apart(c);
-      apart.on_gpu();
-      const Network together(c);
-      ab_expert_ffn_backward_args args = together.backward_args();
+      const Network separate(c);
+      separate.on_gpu();
+      const Network aliased(c);
+      ab_expert_ffn_backward_args args = aliased.backward_args();
       using A = ab_expert_ffn_backward_args;
       Mirrors mirrors;
       for (const auto member :
@@ -262,18 +263,18 @@ TEST_F(FfnCuda, DhTakesOverTheMemoryOfH) {
       EXPECT_OK(ab_cuda_expert_ffn_backward(&args, &workspace.exec()));
       mirrors.fetch();
       workspace.check();
-      EXPECT_TRUE(together.kept_h.is(apart.dh));
-      EXPECT_TRUE(together.dx_rows.is(apart.dx_rows));
-      EXPECT_TRUE(together.d_w_in.is(apart.d_w_in));
-      EXPECT_TRUE(together.d_b_in.is(apart.d_b_in));
-      EXPECT_TRUE(together.d_w_out.is(apart.d_w_out));
-      EXPECT_TRUE(together.d_b_out.is(apart.d_b_out));
-      EXPECT_TRUE(together.d_weights.is(apart.d_weights));
+      EXPECT_TRUE(aliased.saved_h.is(separate.dh));
+      EXPECT_TRUE(aliased.dx_rows.is(separate.dx_rows));
+      EXPECT_TRUE(aliased.d_w_in.is(separate.d_w_in));
+      EXPECT_TRUE(aliased.d_b_in.is(separate.d_b_in));
+      EXPECT_TRUE(aliased.d_w_out.is(separate.d_w_out));
+      EXPECT_TRUE(aliased.d_b_out.is(separate.d_b_out));
+      EXPECT_TRUE(aliased.d_weights.is(separate.d_weights));
     }
   }
 }
 
-TEST_F(FfnCuda, TwoCallsAreOne) {
+TEST_F(FfnCuda, TwoCallsMatchOne) {
   for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
     for (const bool biases : {false, true}) {
       FfnCase c{kUneven, 1300, 72, 136, 2, 500, 3, dtype};
@@ -332,10 +333,10 @@ TEST_F(FfnCuda, EachOutputIsTheSameAlone) {
       Network::forward_on_gpu(one.forward_args());
       using A = ab_expert_ffn_backward_args;
       const auto outputs = {&A::dh, &A::dx_rows, &A::d_w_in, &A::d_b_in, &A::d_w_out, &A::d_b_out, &A::d_weights};
-      for (const auto wanted : outputs) {
+      for (const auto requested : outputs) {
         A args = one.backward_args();
         for (const auto output : outputs) args.*output = nullptr;
-        args.*wanted = one.backward_args().*wanted;
+        args.*requested = one.backward_args().*requested;
         Network::backward_on_gpu(args);
       }
       one.expect_same_bits(all);
@@ -343,7 +344,7 @@ TEST_F(FfnCuda, EachOutputIsTheSameAlone) {
   }
 }
 
-// Hopper's kernels don't take addresses that are not 16-byte aligned; the workspace is the same.
+// The Hopper kernels require 16-byte aligned addresses; the size of the workspace does not depend on alignment.
 TEST_F(FfnCuda, UnalignedOperands) {
   const FfnCase c{kGroups, 150, 64, 72, 2, 61, 3};
   const Network want(c);
@@ -382,7 +383,7 @@ TEST_F(FfnCuda, UnalignedOperands) {
   compare(got, want);
 }
 
-// Of the device alone, zeros at first.
+// Device memory without a host copy, zero at first.
 class DeviceBytes {
  public:
   explicit DeviceBytes(int64_t bytes) : bytes_(static_cast<size_t>(bytes)) {
@@ -408,8 +409,8 @@ class DeviceBytes {
   size_t bytes_;
 };
 
-// T D, R F and R P F past 2^31: the last rows, of the last tokens, come out as those of a network that has no others,
-// and tokens of zeros before them give no gradient of weights.
+// With T D, R F and R P F above 2^31, the rows of the last tokens have the same results as in a small network. The
+// tokens before them are zero and add nothing to the gradients of weights.
 TEST_F(FfnCuda, MoreThanTwoToThe31Elements) {
   constexpr int64_t kTail = 300;
   constexpr int64_t D = 1024;
@@ -441,7 +442,7 @@ TEST_F(FfnCuda, MoreThanTwoToThe31Elements) {
   const ab_tensor x_view = view_of(x, AB_BFLOAT16, {T, D});
   const ab_tensor d_out_view = view_of(d_out, AB_BFLOAT16, {T, D});
   const ab_tensor rows_view = view_of(rows, AB_BFLOAT16, {T, D});  // y, then dx_rows
-  const ab_tensor h_view = view_of(h, AB_BFLOAT16, {T, 2, F});     // h, then dh in its place
+  const ab_tensor h_view = view_of(h, AB_BFLOAT16, {T, 2, F});     // h, then dh
   const ab_tensor weights_view = view_of(weights, AB_FLOAT32, {T, 1});
   const ab_tensor d_weights_view = view_of(d_weights, AB_FLOAT32, {T, 1});
 
@@ -487,7 +488,7 @@ TEST_F(FfnCuda, MoreThanTwoToThe31Elements) {
   EXPECT_TRUE(got.y.is(want.y));
   EXPECT_TRUE(got.h.is(want.h));
 
-  h.put_last(want.kept_h.view());
+  h.put_last(want.saved_h.view());
   EXPECT_OK(ab_cuda_expert_ffn_backward(&backward, &exec));
   mirrors.fetch();
   rows.get_last(got.dx_rows.view());
@@ -495,7 +496,7 @@ TEST_F(FfnCuda, MoreThanTwoToThe31Elements) {
   d_weights.get_last(got.d_weights.view());
   EXPECT_TRUE(got.dx_rows.is(want.dx_rows));
   EXPECT_TRUE(got.dh.is(want.dh));
-  // Sums whose parts depend on R: as of one more rounding, of terms of order 1.
+  // The split of these sums depends on R. The bound allows one more rounding, for terms of order 1.
   const auto expect_near = [](const char* name, const FloatTensor& result, const FloatTensor& expected,
                               float rounding) {
     for (int64_t i = 0; i < result.size(); ++i) {
@@ -535,7 +536,7 @@ TEST_F(FfnCuda, ReplaysInAGraph) {
     size_t more = 0;
     EXPECT_OK(ab_cuda_expert_ffn_forward_workspace(&forward, nullptr, &bytes));
     EXPECT_OK(ab_cuda_expert_ffn_backward_workspace(&backward, nullptr, &more));
-    DeviceWorkspace workspace(std::max(bytes, more));  // one after the other
+    DeviceWorkspace workspace(std::max(bytes, more));  // the calls run one after the other
     replay_in_graph([&](cudaStream_t stream) {
       workspace.exec().stream = stream;
       EXPECT_OK(ab_cuda_expert_ffn_forward(&forward, &workspace.exec()));
@@ -567,8 +568,8 @@ TEST(FfnWithoutCuda, BadArgumentsAreRefused) {
   EXPECT_REFUSED(ab_cuda_expert_ffn_backward(nullptr, nullptr), AB_INVALID_ARGUMENT, "args: got NULL");
 }
 
-// What the header says of the workspace.
-TEST(FfnWithoutCuda, WorkspaceIsWhatTheHeaderSays) {
+// The workspace sizes that the header states.
+TEST(FfnWithoutCuda, WorkspaceMatchesTheHeader) {
   const auto aligned = [](int64_t bytes) { return static_cast<size_t>((bytes + 63) / 64 * 64); };
   for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
     const int64_t element = dtype == AB_FLOAT32 ? 4 : 2;
@@ -581,8 +582,9 @@ TEST(FfnWithoutCuda, WorkspaceIsWhatTheHeaderSays) {
     EXPECT_OK(ab_cuda_expert_ffn_backward_workspace(&args, nullptr, &bytes));
     size_t d_w_in = 0;
     EXPECT_OK(ab_cuda_grouped_matmul_dw_workspace_bound(600, 2, 13, 140, dtype, dtype, &d_w_in));
-    EXPECT_EQ(bytes, aligned(600 * 70 * element) + aligned(static_cast<int64_t>(d_w_in)));  // w a, and the largest step
-    const FloatTensor d_out({300, 13}, AB_FLOAT16);  // of another dtype: converted
+    EXPECT_EQ(bytes, aligned(600 * 70 * element) +
+                         aligned(static_cast<int64_t>(d_w_in)));  // w a, and the GEMM that needs most
+    const FloatTensor d_out({300, 13}, AB_FLOAT16);               // another dtype, which is converted first
     ab_expert_ffn_backward_args converting = args;
     converting.d_out = d_out.view();
     size_t more = 0;
@@ -595,10 +597,10 @@ TEST(FfnWithoutCuda, WorkspaceIsWhatTheHeaderSays) {
     EXPECT_LE(more, bound);
     args.d_w_out = args.d_w_in = nullptr;
     EXPECT_OK(ab_cuda_expert_ffn_backward_workspace(&args, nullptr, &bytes));
-    EXPECT_EQ(bytes, aligned(600 * 4));  // the sums of d_weights over up to 128 columns
+    EXPECT_EQ(bytes, aligned(600 * 4));  // partial sums of d_weights over up to 128 columns
     args.d_weights = nullptr;
     EXPECT_OK(ab_cuda_expert_ffn_backward_workspace(&args, nullptr, &bytes));
-    EXPECT_EQ(bytes, aligned((2 + 2) * 2 * 70 * 4));  // the sums of d_b_in
+    EXPECT_EQ(bytes, aligned((2 + 2) * 2 * 70 * 4));  // partial sums of d_b_in
     args.d_b_in = args.d_b_out = nullptr;
     EXPECT_OK(ab_cuda_expert_ffn_backward_workspace(&args, nullptr, &bytes));
     EXPECT_EQ(bytes, 0u);
@@ -608,10 +610,10 @@ TEST(FfnWithoutCuda, WorkspaceIsWhatTheHeaderSays) {
   }
 }
 
-// Where there is no GPU, the calls say so.
-TEST(FfnWithoutCuda, TheCallSaysWhy) {
+// Without a GPU, the calls return an error that names the reason.
+TEST(FfnWithoutCuda, TheErrorNamesTheReason) {
   int count = 0;
-  if (cudaGetDeviceCount(&count) == cudaSuccess && count > 0) GTEST_SKIP() << "there is a GPU";
+  if (cudaGetDeviceCount(&count) == cudaSuccess && count > 0) GTEST_SKIP() << "a GPU is present";
   const Network net({{2, 2}, 4, 8, 16, 2, 4, 2});
   EXPECT_REFUSED(call(ab_cuda_expert_ffn_forward, ab_cuda_expert_ffn_forward_workspace, net.forward_args()),
                  AB_UNSUPPORTED, "expert_ffn_forward: no usable GPU");

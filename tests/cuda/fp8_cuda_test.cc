@@ -1,5 +1,4 @@
-// What is quantised on CUDA against the CPU, which has the same numbers to the bit. Products of quantised operands:
-// fp8_products_cuda_test.cc.
+// FP8 quantisation on CUDA against the CPU, bit for bit. fp8_products_cuda_test.cc tests GEMMs of quantised operands.
 #include <cmath>
 #include <functional>
 #include <limits>
@@ -18,7 +17,7 @@ class Fp8Cuda : public CudaTest {};
 constexpr int32_t kKinds[] = {AB_FP8_SCALES_FLOAT32, AB_FP8_SCALES_POWER_OF_TWO};
 constexpr int32_t kDtypes[] = {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16};
 
-// Normal numbers, and every 13th run of 128 one of the things that a block may hold.
+// Fills x with normal random numbers and every 13th block of 128 with one special kind of block.
 void fill(FloatTensor& x) {
   x.fill_normal(3);
   const std::function<float(int64_t)> of[] = {
@@ -37,7 +36,7 @@ void fill(FloatTensor& x) {
   }
 }
 
-TEST_F(Fp8Cuda, RowsAreTheCpusToTheBit) {
+TEST_F(Fp8Cuda, RowsHaveTheCpusBits) {
   for (const int32_t dtype : kDtypes) {
     for (const int32_t kind : kKinds) {
       for (const int64_t D : {128, 384, 2048}) {
@@ -63,8 +62,8 @@ TEST_F(Fp8Cuda, RowsAreTheCpusToTheBit) {
   }
 }
 
-// [E, D, P, F] in an order of memory.
-TEST_F(Fp8Cuda, WeightsAreTheCpusToTheBitInEveryOrder) {
+// Weights [E, D, P, F] in every memory order.
+TEST_F(Fp8Cuda, WeightsHaveTheCpusBitsInEveryOrder) {
   constexpr int64_t E = 2, D = 256, P = 2, F = 384;
   const int64_t sizes[] = {E, D, P, F};
   const std::vector<int> orders[] = {{0, 1, 2, 3}, {0, 2, 3, 1}, {0, 1, 3, 2}, {0, 3, 2, 1}};
@@ -100,7 +99,7 @@ TEST_F(Fp8Cuda, WeightsAreTheCpusToTheBitInEveryOrder) {
   }
 }
 
-TEST_F(Fp8Cuda, EmptySizesAreOrdinary) {
+TEST_F(Fp8Cuda, AcceptsEmptySizes) {
   for (const auto& [R, D] : {std::pair{0, 128}, std::pair{3, 0}}) {
     const Tensor<float> x({R, D}), scales({R, D / kBlock});
     const Bytes q = e4m3({R, D});
@@ -113,8 +112,8 @@ TEST_F(Fp8Cuda, EmptySizesAreOrdinary) {
   EXPECT_OK(ab_cuda_quantize_weights(&args, nullptr));
 }
 
-// Scales are read up to the last one: columns from a place on have fewer.
-TEST(Fp8WeightOperand, ColumnsFromAPlaceOnEndWithTheScales) {
+// A view that starts at a later column has fewer scales and ends at the last one.
+TEST(Fp8WeightOperand, LaterColumnsEndAtTheLastScale) {
   const QuantizedSizes sizes{0, 3, 256, 2, 640};
   const Bytes q = e4m3({3, 2, 640, 256});
   const Tensor<float> scales({3, 2, 2, 5});

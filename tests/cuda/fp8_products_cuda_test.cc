@@ -1,5 +1,5 @@
-// Products of float8_e4m3fn on Hopper: what one call makes of several products, and rows that no token has. Values and
-// gradients are tested from Python, against the oracle.
+// FP8 GEMMs on Hopper: calls that consist of several GEMMs, and padding rows. The Python tests compare values and
+// gradients with the oracle.
 #include "anabranch/cuda.h"
 #include "device.h"
 #include "float_tensor.h"
@@ -8,7 +8,7 @@
 namespace anabranch::testing {
 namespace {
 
-// Skips, loudly, where there is no GPU that has such products.
+// Skips with a message if there is no Hopper GPU.
 class Fp8ProductsCuda : public CudaTest {
  protected:
   void SetUp() override {
@@ -17,12 +17,12 @@ class Fp8ProductsCuda : public CudaTest {
     cudaDeviceProp properties;
     ASSERT_EQ(cudaGetDeviceProperties(&properties, 0), cudaSuccess);
     if (properties.major != 9 || properties.minor != 0) {
-      GTEST_SKIP() << "NO HOPPER GPU FOUND: products of float8_e4m3fn did not run";
+      GTEST_SKIP() << "NO HOPPER GPU FOUND: the FP8 GEMMs did not run";
     }
   }
 };
 
-// dx_rows from dh alone, whose gate and up alternate or not, and from dh_q: the same bits.
+// dx_rows has the same bits when computed from dh, with gate and up interleaved or not, and from dh_q.
 TEST_F(Fp8ProductsCuda, ACallWithoutHQuantisesDh) {
   constexpr int64_t E = 2, D = 128, P = 2, F = 256, R = 75;
   for (const bool interleaved : {false, true}) {
@@ -32,14 +32,14 @@ TEST_F(Fp8ProductsCuda, ACallWithoutHQuantisesDh) {
     w_in.fill_normal(2);
     dh.fill_normal(3);
     w_out.fill_normal(4);
-    FloatTensor parted({R, P, F}, AB_BFLOAT16);
+    FloatTensor gate_then_up({R, P, F}, AB_BFLOAT16);
     for (int64_t i = 0; i < R * P * F; ++i) {
       const int64_t row = i / (P * F), part = i / F % P, f = i % F;
-      parted.set(i, dh.get(interleaved ? (row * F + f) * P + part : i));
+      gate_then_up.set(i, dh.get(interleaved ? (row * F + f) * P + part : i));
     }
     const Bytes q = e4m3({R, P, F});
     const Tensor<float> scales({R, P, F / kBlock});
-    const ab_tensor rows{parted.view()->data, AB_BFLOAT16, 2, {R, P * F}, nullptr};
+    const ab_tensor rows{gate_then_up.view()->data, AB_BFLOAT16, 2, {R, P * F}, nullptr};
     const ab_tensor q_rows{q.view()->data, AB_FLOAT8_E4M3, 2, {R, P * F}, nullptr};
     const ab_tensor scale_rows{scales.view()->data, AB_FLOAT32, 2, {R, P * F / kBlock}, nullptr};
     const ab_quantize_rows_args quantize{sizeof(quantize), 0, &rows, &q_rows, &scale_rows};
@@ -81,7 +81,7 @@ TEST_F(Fp8ProductsCuda, ACallWithoutHQuantisesDh) {
   }
 }
 
-// A network with a map, whose tokens and cotangents come quantised or not; tokens that do come in the place of x.
+// A network whose tokens and cotangents are passed in quantised or not. Quantised tokens replace x.
 struct GivenRows {
   static constexpr int64_t E = 2, D = 256, P = 2, F = 256, T = 60, R = 75;
   static constexpr int32_t K = 2;
@@ -101,7 +101,7 @@ struct GivenRows {
     quantise(d_out, d_out_q, d_out_scales);
   }
 
-  // The bytes of h, `a`, its scales, dh, w a and d_weights.
+  // Returns the bytes of h, `a`, its scales, dh, w a and d_weights.
   std::vector<std::vector<uint8_t>> results(bool given) const {
     const int32_t dtype = x.dtype();
     const FloatTensor h({R, P, F}, dtype), dh({R, P, F}, dtype), weighted_a({R, F}, dtype);
@@ -130,13 +130,13 @@ struct GivenRows {
     run(ab_cuda_expert_ffn_forward_workspace, ab_cuda_expert_ffn_forward, &forward);
     run(ab_cuda_expert_ffn_backward_workspace, ab_cuda_expert_ffn_backward, &backward);
     mirrors.fetch();
-    std::vector<std::vector<uint8_t>> found;
+    std::vector<std::vector<uint8_t>> bytes_of_results;
     for (const ab_tensor* tensor :
          {h.view(), a.view(), a_scales.view(), dh.view(), weighted_a.view(), d_weights.view()}) {
       const auto* data = static_cast<const uint8_t*>(tensor->data);
-      found.emplace_back(data, data + bytes_of(*tensor));
+      bytes_of_results.emplace_back(data, data + bytes_of(*tensor));
     }
-    return found;
+    return bytes_of_results;
   }
 
  private:
@@ -162,8 +162,8 @@ struct GivenRows {
   }
 };
 
-// The bits of those that a call quantises itself.
-TEST_F(Fp8ProductsCuda, RowsGivenQuantisedAreAsGood) {
+// Rows that the caller quantised give the same bits as rows that the call quantises.
+TEST_F(Fp8ProductsCuda, QuantisedRowsMatchQuantisingInTheCall) {
   for (const int32_t dtype : {AB_BFLOAT16, AB_FLOAT16}) {
     for (const int32_t kind : {AB_FP8_SCALES_FLOAT32, AB_FP8_SCALES_POWER_OF_TWO}) {
       const GivenRows network(dtype, kind);
@@ -172,8 +172,9 @@ TEST_F(Fp8ProductsCuda, RowsGivenQuantisedAreAsGood) {
   }
 }
 
-// More rows than the operation has memory for come in chunks of columns, the last of which begins within the scales.
-TEST_F(Fp8ProductsCuda, ChunksOfColumnsAreOneProduct) {
+// With more rows than the workspace can hold, the operation runs in chunks of columns. The last chunk starts inside the
+// scales.
+TEST_F(Fp8ProductsCuda, ChunksOfColumnsMatchOneGemm) {
   constexpr int64_t E = 2, R = 8192, N = 2176, K = 2, T = R / K;
   for (const bool transposed : {false, true}) {
     for (const bool given : {false, true}) {
@@ -193,50 +194,50 @@ TEST_F(Fp8ProductsCuda, ChunksOfColumnsAreOneProduct) {
       EXPECT_OK(call(ab_quantize_weights, ab_quantize_weights_workspace, quantize));
 
       const FloatTensor y({R, N}, AB_BFLOAT16), want({T, N}, AB_BFLOAT16), got({T, N}, AB_BFLOAT16);
-      using Product = ab_grouped_matmul_args;
-      Product product{};
-      product.size = sizeof(product);
-      product.transpose_w = transposed;
-      product.x = x.view();
-      product.w = given ? nullptr : w.view();
-      product.group_sizes = sizes.view();
-      product.y = y.view();
-      product.precision = AB_PRECISION_FP8;
+      using Matmul = ab_grouped_matmul_args;
+      Matmul matmul{};
+      matmul.size = sizeof(matmul);
+      matmul.transpose_w = transposed;
+      matmul.x = x.view();
+      matmul.w = given ? nullptr : w.view();
+      matmul.group_sizes = sizes.view();
+      matmul.y = y.view();
+      matmul.precision = AB_PRECISION_FP8;
       if (given) {
-        product.w_q = q.view();
-        product.w_scales = scales.view();
+        matmul.w_q = q.view();
+        matmul.w_scales = scales.view();
       }
-      run_on_copies(ab_cuda_grouped_matmul_workspace, ab_cuda_grouped_matmul, product, &Product::x, &Product::w,
-                    &Product::group_sizes, &Product::y, &Product::w_q, &Product::w_scales);
+      run_on_copies(ab_cuda_grouped_matmul_workspace, ab_cuda_grouped_matmul, matmul, &Matmul::x, &Matmul::w,
+                    &Matmul::group_sizes, &Matmul::y, &Matmul::w_q, &Matmul::w_scales);
       Mirrors mirrors;
       ab_combine_args sum{sizeof(sum), mirrors.add(y.view()),    mirrors.add(rows.view()),
                           nullptr,     mirrors.add(want.view()), nullptr};
       EXPECT_OK(ab_cuda_combine(&sum, nullptr));
       mirrors.fetch();
 
-      using Both = ab_grouped_matmul_combine_args;
-      Both both{};
-      both.size = sizeof(both);
-      both.transpose_w = transposed;
-      both.x = product.x;
-      both.w = product.w;
-      both.group_sizes = sizes.view();
-      both.slot_of_row = slots.view();
-      both.row_of_slot = rows.view();
-      both.out = got.view();
-      both.precision = AB_PRECISION_FP8;
-      both.w_q = product.w_q;
-      both.w_scales = product.w_scales;
-      run_on_copies(ab_cuda_grouped_matmul_combine_workspace, ab_cuda_grouped_matmul_combine, both, &Both::x, &Both::w,
-                    &Both::group_sizes, &Both::slot_of_row, &Both::row_of_slot, &Both::out, &Both::w_q,
-                    &Both::w_scales);
+      using Combine = ab_grouped_matmul_combine_args;
+      Combine combine{};
+      combine.size = sizeof(combine);
+      combine.transpose_w = transposed;
+      combine.x = matmul.x;
+      combine.w = matmul.w;
+      combine.group_sizes = sizes.view();
+      combine.slot_of_row = slots.view();
+      combine.row_of_slot = rows.view();
+      combine.out = got.view();
+      combine.precision = AB_PRECISION_FP8;
+      combine.w_q = matmul.w_q;
+      combine.w_scales = matmul.w_scales;
+      run_on_copies(ab_cuda_grouped_matmul_combine_workspace, ab_cuda_grouped_matmul_combine, combine, &Combine::x,
+                    &Combine::w, &Combine::group_sizes, &Combine::slot_of_row, &Combine::row_of_slot, &Combine::out,
+                    &Combine::w_q, &Combine::w_scales);
       EXPECT_TRUE(got.is(want)) << transposed << " " << given;
     }
   }
 }
 
-// Rows of padding alone, where there is no token whose scales they could take.
-TEST_F(Fp8ProductsCuda, PaddingNeedsNoTokens) {
+// Only padding rows and no tokens, so there are no scales to read.
+TEST_F(Fp8ProductsCuda, AcceptsPaddingWithoutTokens) {
   constexpr int64_t E = 2, D = 256, P = 2, F = 128, R = 9, K = 2;
   const FloatTensor x({0, D}, AB_BFLOAT16), d_out({0, D}, AB_BFLOAT16);
   FloatTensor w_in({E, D, P, F}, AB_BFLOAT16), w_out({E, F, D}, AB_BFLOAT16);

@@ -1,4 +1,4 @@
-// Product and sum by token in one operation on the GPU against the two operations, bit for bit.
+// grouped_matmul_combine on the GPU against a grouped GEMM followed by combine, bit for bit.
 #include "core/cuda/device.h"
 #include "dispatch_case.h"
 #include "experts/column_chunks.h"
@@ -18,7 +18,7 @@ ab_tensor flat_view(const ab_tensor* view, int32_t rank) {
   return flat;
 }
 
-// A network's rows, and the sums by token of what its last product, forward or backward, makes of them.
+// The rows of a network, and the sums by token of its down and dgrad GEMMs.
 struct Summed {
   const Network& net;
   Tensor<int32_t> row_of_slot;
@@ -26,7 +26,7 @@ struct Summed {
   ab_tensor dh, w_in;
   bool adds;
 
-  // addend_dtype 0: none.
+  // addend_dtype 0: no addend.
   Summed(const Network& network, int32_t addend_dtype, int32_t out_dtype)
       : net(network),
         row_of_slot({net.c.T, net.c.K}),
@@ -38,7 +38,7 @@ struct Summed {
         w_in(flat_view(net.w_in.view(), 3)),
         adds(addend_dtype != 0) {
     addend.fill_normal(7);
-    for (int64_t r = 0; r < net.c.R; ++r) {  // also of rows past the groups
+    for (int64_t r = 0; r < net.c.R; ++r) {  // rows past the groups too
       if (net.slots[r] >= 0 && net.slots[r] < net.c.T * net.c.K) row_of_slot[net.slots[r]] = static_cast<int32_t>(r);
     }
   }
@@ -54,7 +54,7 @@ struct Summed {
     return args;
   }
 
-  // a W_out + b_out, once `a` and y are there.
+  // a W_out + b_out. Requires `a` and y from run_network().
   Args down() const {
     Args args = common();
     args.x = a.view();
@@ -65,7 +65,7 @@ struct Summed {
     return args;
   }
 
-  // dh W_in^T, once dh and dx_rows are there.
+  // dh W_in^T. Requires dh and dx_rows from run_network().
   Args dgrad() const {
     Args args = common();
     args.transpose_w = 1;
@@ -78,12 +78,12 @@ struct Summed {
   void run_network() const {
     ab_expert_ffn_forward_args forward = net.forward_args();
     forward.a = a.view();
-    if (net.c.weighting == Weighting::late) forward.weights = nullptr;  // the sum applies them
+    if (net.c.weighting == Weighting::late) forward.weights = nullptr;  // the sum applies the weights
     Network::forward_on_gpu(forward);
     Network::backward_on_gpu(net.backward_args());
   }
 
-  // The sums of the rows that a network's own product has left.
+  // Runs combine on the rows that the network's own GEMM computed.
   void sum_rows(const FloatTensor& rows, const Args& args) const {
     Mirrors mirrors;
     ab_combine_args sum{sizeof(sum), rows.view(), args.row_of_slot, args.weight_early != 0 ? nullptr : args.weights,
@@ -104,11 +104,11 @@ struct Summed {
     return args;
   }
 
-  void poison() { std::memset(got.view()->data, 0xff, static_cast<size_t>(bytes_of(*got.view()))); }
+  void fill_with_nan() { std::memset(got.view()->data, 0xff, static_cast<size_t>(bytes_of(*got.view()))); }
 
-  // chunk 0: as the operation chooses.
+  // chunk: columns per chunk; 0: the operation chooses.
   void run(const Args& args, int64_t chunk) {
-    poison();
+    fill_with_nan();
     Mirrors mirrors;
     const Args copies = on_device(args, &mirrors);
     CombinedSizes sizes;
@@ -154,7 +154,7 @@ using GroupedMatmulCombineCuda = ExpertsCudaTest;
 
 const std::vector<int32_t> kGroups = {3, 0, 64, 1, 70, 0, 9};  // 147 rows
 
-TEST_F(GroupedMatmulCombineCuda, EveryOptionIsTwoOperations) {
+TEST_F(GroupedMatmulCombineCuda, EveryOptionMatchesTwoOperations) {
   unsigned seed = 0;
   for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {
     for (const Weighting weighting : {Weighting::none, Weighting::late, Weighting::early}) {
@@ -173,7 +173,7 @@ TEST_F(GroupedMatmulCombineCuda, EveryOptionIsTwoOperations) {
   }
 }
 
-TEST_F(GroupedMatmulCombineCuda, EveryWidthIsTwoOperations) {
+TEST_F(GroupedMatmulCombineCuda, EveryWidthMatchesTwoOperations) {
   for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {
     for (const int64_t D : {1, 13, 64, 72, 200, 300, 768, 2880, 4096}) {
       for (const bool biases : {false, true}) {
@@ -186,15 +186,15 @@ TEST_F(GroupedMatmulCombineCuda, EveryWidthIsTwoOperations) {
   }
 }
 
-// So many rows that the operation itself cuts.
-TEST_F(GroupedMatmulCombineCuda, ManyRowsComeInChunks) {
+// So many rows that the operation itself chooses chunks.
+TEST_F(GroupedMatmulCombineCuda, ManyRowsRunInChunks) {
   const FfnCase c{{1000, 0, 7, 600}, 1700, 2880, 128, 2, 1700 / 4, 4};
   ASSERT_EQ(chunk_columns(c.R, c.E(), c.D, c.F, false), 1536);
   ASSERT_EQ(chunk_columns(c.R, c.E(), c.D, 2 * c.F, true), 1536);
   check(c, AB_FLOAT32);
 }
 
-TEST_F(GroupedMatmulCombineCuda, EmptySizesAreOrdinary) {
+TEST_F(GroupedMatmulCombineCuda, AcceptsEmptySizes) {
   for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
     check({{2, 1}, 0, 8, 16, 2, 6, 2, dtype});  // R
     check({{2, 1}, 4, 0, 16, 2, 6, 2, dtype});  // D
@@ -206,7 +206,7 @@ TEST_F(GroupedMatmulCombineCuda, EmptySizesAreOrdinary) {
   }
 }
 
-TEST_F(GroupedMatmulCombineCuda, MapsMayHoldAnything) {
+TEST_F(GroupedMatmulCombineCuda, ToleratesGarbageIndices) {
   for (const int64_t D : {200, 13}) {
     const Network net({kUneven, 1300, D, 72, 2, 500, 3});
     Summed summed(net, AB_FLOAT32, AB_BFLOAT16);
@@ -219,7 +219,7 @@ TEST_F(GroupedMatmulCombineCuda, MapsMayHoldAnything) {
   Summed(net, 0, AB_BFLOAT16).check();
 }
 
-// Where an expert has rows, its padding still counts as zeros; where it has none, nothing of it counts.
+// Experts without rows contribute nothing, even if their weights are NaN. Padding rows of other experts count as zeros.
 TEST_F(GroupedMatmulCombineCuda, NanInWeightsStaysOutOfPadding) {
   for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
     for (const bool biases : {false, true}) {
@@ -231,14 +231,14 @@ TEST_F(GroupedMatmulCombineCuda, NanInWeightsStaysOutOfPadding) {
         }
       }
       Summed summed(net, 0, dtype);
-      for (int64_t slot = 0; slot < summed.row_of_slot.size(); ++slot) {  // padding too
+      for (int64_t slot = 0; slot < summed.row_of_slot.size(); ++slot) {  // name padding rows too
         summed.row_of_slot[slot] = static_cast<int32_t>(slot % net.c.R);
       }
       summed.check();
       if (HasFatalFailure()) return;
       for (int64_t i = 0; i < summed.got.size(); ++i) ASSERT_TRUE(std::isfinite(summed.got.get(i))) << i;
 
-      net.w_out.set(net.w_out.size() / 4, NAN);  // of expert 1, which has rows
+      net.w_out.set(net.w_out.size() / 4, NAN);  // expert 1, which has rows
       net.w_in.set(net.w_in.size() / 4, NAN);
       summed.check();
       if (HasFatalFailure()) return;
@@ -246,8 +246,8 @@ TEST_F(GroupedMatmulCombineCuda, NanInWeightsStaysOutOfPadding) {
   }
 }
 
-// The tensor cores have no product of this kind; against the CPU's.
-TEST_F(GroupedMatmulCombineCuda, ABiasJoinsTransposedWeightsToo) {
+// The expert MLP has no GEMM with a bias and transposed weights, so the reference is the CPU.
+TEST_F(GroupedMatmulCombineCuda, AcceptsABiasWithTransposedWeights) {
   for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
     const Network net({kGroups, 160, 200, 72, 2, 61, 3, dtype});
     net.on_cpu();
@@ -267,7 +267,7 @@ TEST_F(GroupedMatmulCombineCuda, ABiasJoinsTransposedWeightsToo) {
   }
 }
 
-// Hopper's kernels don't take addresses that are not 16-byte aligned.
+// The Hopper kernels require 16-byte aligned addresses.
 TEST_F(GroupedMatmulCombineCuda, UnalignedOperands) {
   const Network net({kGroups, 160, 200, 72, 2, 61, 3});
   net.on_cpu();
@@ -292,7 +292,7 @@ TEST_F(GroupedMatmulCombineCuda, UnalignedOperands) {
   compare_elements("out", net.c, summed.got, summed.want, 0, summed.want.size());
 }
 
-TEST_F(GroupedMatmulCombineCuda, TheSumMayTakeThePlaceOfTheAddend) {
+TEST_F(GroupedMatmulCombineCuda, OutMayAliasTheAddend) {
   const Network net({kUneven, 1300, 768, 72, 2, 500, 3});
   Summed summed(net, AB_BFLOAT16, AB_BFLOAT16);
   summed.run_network();
@@ -312,8 +312,8 @@ TEST_F(GroupedMatmulCombineCuda, TheSumMayTakeThePlaceOfTheAddend) {
   EXPECT_TRUE(summed.addend.is(summed.want));
 }
 
-// Where nobody reads rows that no slot has, these stay as they are, and all else has the same bits.
-TEST_F(GroupedMatmulCombineCuda, TheRestIsLeftAlone) {
+// With skip_rest, rows past the groups are not written, and everything else has the same bits.
+TEST_F(GroupedMatmulCombineCuda, SkipRestLeavesTailRows) {
   for (const bool biases : {false, true}) {
     FfnCase c{kUneven, 1300, 72, 136, 2, 500, 3};
     c.biases = biases;
@@ -323,33 +323,33 @@ TEST_F(GroupedMatmulCombineCuda, TheRestIsLeftAlone) {
       if (row >= 0 && net.slot_of(row) < 0) row = -1;
     }
     summed.run_network();
-    Network left(c);
-    Summed half(left, 0, AB_BFLOAT16);
+    Network skipping(c);
+    Summed half(skipping, 0, AB_BFLOAT16);
     const float before = NAN;
-    for (FloatTensor* tensor : {&left.h, &left.dh, &half.a}) {
+    for (FloatTensor* tensor : {&skipping.h, &skipping.dh, &half.a}) {
       for (int64_t i = 0; i < tensor->size(); ++i) tensor->set(i, before);
     }
-    ab_expert_ffn_forward_args forward = left.forward_args();
+    ab_expert_ffn_forward_args forward = skipping.forward_args();
     forward.a = half.a.view();
     forward.y = forward.w_out = forward.b_out = forward.weights = nullptr;
     forward.skip_rest = 1;
     Network::forward_on_gpu(forward);
-    ab_expert_ffn_backward_args backward = left.backward_args();
+    ab_expert_ffn_backward_args backward = skipping.backward_args();
     backward.skip_rest = 1;
     Network::backward_on_gpu(backward);
     const auto same_rows = [&](const char* name, const FloatTensor& got, const FloatTensor& want) {
       const int64_t width = want.size() / c.R;
       for (int64_t i = 0; i < want.size(); ++i) {
-        const bool rest = i / width >= net.ends.back();
-        const bool same = rest ? std::isnan(got.get(i)) : bits_of(got.get(i)) == bits_of(want.get(i));
-        ASSERT_TRUE(same) << name << " row " << i / width << (rest ? " was written" : " differs");
+        const bool is_tail = i / width >= net.ends.back();
+        const bool same = is_tail ? std::isnan(got.get(i)) : bits_of(got.get(i)) == bits_of(want.get(i));
+        ASSERT_TRUE(same) << name << " row " << i / width << (is_tail ? " was written" : " differs");
       }
     };
-    same_rows("h", left.h, net.h);
+    same_rows("h", skipping.h, net.h);
     same_rows("a", half.a, summed.a);
-    same_rows("dh", left.dh, net.dh);
-    EXPECT_TRUE(left.d_w_in.is(net.d_w_in) && left.d_b_in.is(net.d_b_in) && left.d_w_out.is(net.d_w_out) &&
-                left.d_b_out.is(net.d_b_out) && left.d_weights.is(net.d_weights));
+    same_rows("dh", skipping.dh, net.dh);
+    EXPECT_TRUE(skipping.d_w_in.is(net.d_w_in) && skipping.d_b_in.is(net.d_b_in) && skipping.d_w_out.is(net.d_w_out) &&
+                skipping.d_b_out.is(net.d_b_out) && skipping.d_weights.is(net.d_weights));
     Args args = summed.down();
     args.skip_rest = 1;
     summed.expect_same(net.y, args);
@@ -359,11 +359,11 @@ TEST_F(GroupedMatmulCombineCuda, TheRestIsLeftAlone) {
   }
 }
 
-// The first half alone writes what it writes beside y.
-TEST_F(GroupedMatmulCombineCuda, TheFirstHalfAlone) {
+// Without y, the call writes the same `a` and h.
+TEST_F(GroupedMatmulCombineCuda, WithoutYAAndHAreTheSame) {
   for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
     for (const Weighting weighting : {Weighting::late, Weighting::early}) {
-      for (const bool keeps_h : {false, true}) {
+      for (const bool saves_h : {false, true}) {
         const FfnCase c{kUneven, 1300, 72, 136, 2, 500, 3, dtype, AB_SILU, weighting};
         const Network net(c);
         const Network alone(c);
@@ -374,13 +374,13 @@ TEST_F(GroupedMatmulCombineCuda, TheFirstHalfAlone) {
         args.a = half.a.view();
         args.y = args.w_out = args.b_out = nullptr;
         if (weighting != Weighting::early) args.weights = nullptr;
-        if (!keeps_h) args.h = nullptr;
+        if (!saves_h) args.h = nullptr;
         size_t bytes = 1;
         EXPECT_OK(ab_cuda_expert_ffn_forward_workspace(&args, nullptr, &bytes));
         EXPECT_EQ(bytes, 0u);
         Network::forward_on_gpu(args);
         EXPECT_TRUE(half.a.is(both.a));
-        EXPECT_TRUE(!keeps_h || alone.h.is(net.h));
+        EXPECT_TRUE(!saves_h || alone.h.is(net.h));
         for (int64_t i = 0; i < half.a.size(); ++i) {
           ASSERT_TRUE(net.slot_of(i / c.F) >= 0 || half.a.get(i) == 0.0f) << "padding row " << i / c.F;
         }
@@ -429,8 +429,8 @@ TEST(GroupedMatmulCombineWithoutCuda, BadArgumentsAreRefused) {
   EXPECT_REFUSED(ab_cuda_grouped_matmul_combine(nullptr, nullptr), AB_INVALID_ARGUMENT, "args: got NULL");
 }
 
-// What the header says of the workspace.
-TEST(GroupedMatmulCombineWithoutCuda, WorkspaceIsWhatTheHeaderSays) {
+// The workspace sizes that the header states.
+TEST(GroupedMatmulCombineWithoutCuda, WorkspaceMatchesTheHeader) {
   EXPECT_EQ(chunk_columns(524288, 256, 4096, 256, false), 960);  // no larger than W_in
   EXPECT_EQ(chunk_columns(524288, 256, 4096, 512, true), 960);
   EXPECT_EQ(chunk_columns(262144, 128, 4096, 1024, false), 4096);
@@ -444,8 +444,8 @@ TEST(GroupedMatmulCombineWithoutCuda, WorkspaceIsWhatTheHeaderSays) {
   EXPECT_EQ(chunk_columns(1, 1, 2312, 8, true), 2312);
   EXPECT_EQ(chunk_columns(1 << 20, 8, 7168, 512, true), 960);
   EXPECT_EQ(chunk_columns(1 << 20, 8, 2880, 512, true), 960);
-  EXPECT_EQ(chunk_columns(1 << 20, 8, 2048, 512, true), 1152);  // the second one has 896
-  EXPECT_EQ(chunk_columns(1 << 20, 8, 2040, 512, true), 2040);  // halves would be narrow
+  EXPECT_EQ(chunk_columns(1 << 20, 8, 2048, 512, true), 1152);  // the second chunk has 896
+  EXPECT_EQ(chunk_columns(1 << 20, 8, 2040, 512, true), 2040);  // halves would be too narrow
   EXPECT_EQ(chunk_columns(1 << 20, 1, 13, 7, false), 13);
   EXPECT_EQ(chunk_columns(1000, 1, 4096, 1, false), 4096);  // few rows
   EXPECT_EQ(chunk_columns(0, 0, 0, 0, true), 0);
@@ -461,10 +461,10 @@ TEST(GroupedMatmulCombineWithoutCuda, WorkspaceIsWhatTheHeaderSays) {
   EXPECT_EQ(bytes, static_cast<size_t>((600 * 13 * 2 + 63) / 64 * 64));
 }
 
-// Where there is no GPU, the call says so.
-TEST(GroupedMatmulCombineWithoutCuda, TheCallSaysWhy) {
+// Without a GPU, the call returns an error that names the reason.
+TEST(GroupedMatmulCombineWithoutCuda, TheErrorNamesTheReason) {
   int count = 0;
-  if (cudaGetDeviceCount(&count) == cudaSuccess && count > 0) GTEST_SKIP() << "there is a GPU";
+  if (cudaGetDeviceCount(&count) == cudaSuccess && count > 0) GTEST_SKIP() << "a GPU is present";
   const Network net({{2, 2}, 4, 8, 16, 2, 4, 2});
   EXPECT_REFUSED(call(ab_cuda_grouped_matmul_combine, ab_cuda_grouped_matmul_combine_workspace,
                       Summed(net, 0, AB_BFLOAT16).down()),

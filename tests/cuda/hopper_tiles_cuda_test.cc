@@ -44,7 +44,7 @@ class TiledNetwork {
     s_.P = c_.P;
     s_.F = c_.F;
     s_.dtype = c_.dtype;
-    s_.layout = {layout.in.back() == 1, layout.hidden().back() == 1, layout.out.back() == 1};
+    s_.layout = {layout.in.back() == 1, layout.intermediate().back() == 1, layout.out.back() == 1};
     map_ = RowMap(c_.by_slot() ? mirrors_.add(net.slots.view()) : nullptr, s_.T, s_.K, s_.R);
     sizes_ = static_cast<const int32_t*>(mirrors_.add(net.sizes.view())->data);
     if (c_.weighting != Weighting::none) weights_ = on_device(net.weights);
@@ -96,23 +96,23 @@ class TiledNetwork {
     const Floats weighted_a = on_device(a_);
     const Floats d_out = on_device(net_.d_out);
     const Floats dh = on_device(net_.dh);
-    cuda::HiddenGradient hidden;
-    describe(hidden);
-    hidden.d_y = d_out;
-    hidden.w_out = w_out_;
-    hidden.weights = weights_;
-    hidden.h = on_device(net_.kept_h);
-    hidden.dh = dh;
-    hidden.weighted_a = weighted_a;
-    hidden.dots = static_cast<float*>(on_device(dots_).data);
-    EXPECT_EQ(cuda::hopper::why_not(hidden), nullptr);
-    EXPECT_OK(cuda::hopper::launch_gemm(hidden, tile_, multiprocessors_, nullptr));
+    cuda::HiddenGradient gradient;
+    describe(gradient);
+    gradient.d_y = d_out;
+    gradient.w_out = w_out_;
+    gradient.weights = weights_;
+    gradient.h = on_device(net_.saved_h);
+    gradient.dh = dh;
+    gradient.weighted_a = weighted_a;
+    gradient.dots = static_cast<float*>(on_device(dots_).data);
+    EXPECT_EQ(cuda::hopper::why_not(gradient), nullptr);
+    EXPECT_OK(cuda::hopper::launch_gemm(gradient, tile_, multiprocessors_, nullptr));
     cuda::SlotGradient slots;
     slots.s = s_;
     slots.map = map_;
     slots.group_sizes = sizes_;
-    slots.dots = hidden.dots;
-    slots.parts = cuda::hopper::parts_of_dots(hidden, tile_);
+    slots.dots = gradient.dots;
+    slots.parts = cuda::hopper::parts_of_dots(gradient, tile_);
     slots.d_y = d_out;
     slots.b_out = b_out_;
     slots.d_weights = static_cast<float*>(on_device(net_.d_weights).data);
@@ -170,7 +170,7 @@ class TiledNetwork {
   const FfnCase& c_;
   TileChoice tile_;
   int multiprocessors_;
-  FloatTensor a_;  // activations, then times the weights of rows
+  FloatTensor a_;  // activations a, then w a
   FloatTensor dots_;
   Mirrors mirrors_;
   FfnSizes s_;
@@ -179,7 +179,7 @@ class TiledNetwork {
   Floats x_, w_in_, w_out_, b_out_, weights_;
 };
 
-TEST_F(HopperTilesCuda, EveryTileIsTheCpus) {
+TEST_F(HopperTilesCuda, EveryTileMatchesTheCpu) {
   unsigned seed = 1;
   for (const FfnCase& shape : {FfnCase{{1}, 1, 8, 8, 2, 1, 1}, FfnCase{{70}, 100, 128, 200, 2, 50, 2},
                                FfnCase{kUneven, 1300, 264, 328, 2, 500, 3}, FfnCase{kUneven, 1217, 72, 520, 2, 0, 0},

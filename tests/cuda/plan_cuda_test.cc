@@ -1,4 +1,4 @@
-// The plan on the GPU against the CPU's, to the last integer.
+// The plan on the GPU against the CPU. All integers must be equal.
 #include <algorithm>
 #include <random>
 
@@ -16,8 +16,8 @@ struct Case {
   int32_t E = 16;
   int32_t align = 0;
   int32_t destinations = 0;
-  int64_t rows = -1;  // of a destination; -1: enough
-  double skew = 0.0;  // share of slots that go to expert 0
+  int64_t rows = -1;  // rows per destination; -1: enough for all assignments
+  double skew = 0.0;  // fraction of assignments to expert 0
   Slots slots = Slots::experts;
 };
 
@@ -43,7 +43,7 @@ struct Result {
   Tensor<int32_t> dropped;
   Tensor<int32_t> row_id_map;
 
-  void want(ab_plan_args* args, bool ids) const {
+  void request(ab_plan_args* args, bool ids) const {
     args->tokens_per_expert = tokens_per_expert.view();
     args->group_sizes = group_sizes.view();
     args->offsets = offsets.view();
@@ -88,11 +88,11 @@ void check(const Case& c, unsigned seed) {
   if (c.slots == Slots::bit_map) args.routing_map = bits.view();
   const bool ids = c.slots != Slots::experts;
   const Result want(c.T, K, c.E, R);
-  want.want(&args, ids);
+  want.request(&args, ids);
   EXPECT_OK(call(ab_plan, ab_plan_workspace, args));
 
   const Result got(c.T, K, c.E, R);
-  got.want(&args, ids);
+  got.request(&args, ids);
   Mirrors mirrors;
   for (const ab_tensor** tensor :
        {&args.experts, &args.routing_map, &args.tokens_per_expert, &args.group_sizes, &args.offsets, &args.row_of_slot,
@@ -116,7 +116,7 @@ void check(const Case& c, unsigned seed) {
 
 class PlanCuda : public CudaTest {};
 
-TEST_F(PlanCuda, IsTheCpusForEveryShape) {
+TEST_F(PlanCuda, MatchesTheCpuForEveryShape) {
   unsigned seed = 0;
   for (const int64_t T : {0, 1, 7, 300, 5000}) {
     for (const int32_t E : {1, 3, 8, 64, 130, 512, 3000}) {
@@ -143,7 +143,7 @@ TEST_F(PlanCuda, BoundedRowsAndDestinations) {
   }
 }
 
-TEST_F(PlanCuda, AsManySlotsRowsAndExpertsAsOneBlockTakesAndMore) {
+TEST_F(PlanCuda, SizesAroundTheLimitsOfOneBlock) {
   unsigned seed = 200;
   for (const Case& c : {Case{512, 8, 128}, Case{4096, 1, 384}, Case{4097, 1, 384}, Case{4096, 1, 385}, Case{1, 8, 1536},
                         Case{1, 8, 1537}, Case{513, 8, 128, 0, 0, 3000}}) {
@@ -160,7 +160,7 @@ TEST_F(PlanCuda, AsManySlotsRowsAndExpertsAsOneBlockTakesAndMore) {
   }
 }
 
-TEST_F(PlanCuda, Maps) {
+TEST_F(PlanCuda, RoutingMaps) {
   unsigned seed = 90;
   for (const Slots slots : {Slots::byte_map, Slots::bit_map}) {
     for (const int64_t T : {0, 1, 65, 700}) {
@@ -178,7 +178,7 @@ TEST_F(PlanCuda, Maps) {
   }
 }
 
-TEST_F(PlanCuda, MoreSlotsAWarpThanItsRegistersHold) {
+TEST_F(PlanCuda, MoreAssignmentsPerWarpThanFitInRegisters) {
   check({20000, 8, 8192, 8, 0, -1, 0.5}, 1);
   check({40, 3, 8192, 0, 0, -1, 0.0, Slots::byte_map}, 2);
 }

@@ -1,4 +1,4 @@
-// A routing to try: its options, its inputs (with ties, infinities and NaN where asked), and every output it may have.
+// A test case of the router: options, inputs (optionally with ties, infinities and NaN), and all possible outputs.
 #pragma once
 
 #include <cmath>
@@ -32,8 +32,8 @@ struct Case {
   int64_t sequences = 1;
   Form form = Form::compact;
   float scale = 2.0f;
-  int64_t qb_bins = 0;     // of quantile balancing
-  bool unaligned = false;  // every tensor on the device begins an element past an aligned address
+  int64_t qb_bins = 0;     // bins of quantile balancing
+  bool unaligned = false;  // every device tensor starts one element past an aligned address
 };
 
 std::ostream& operator<<(std::ostream& out, const Case& c) {

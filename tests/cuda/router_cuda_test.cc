@@ -1,5 +1,5 @@
-// The router on the GPU against the CPU's, which is proven against the float64 oracle: every output form, dtype, option
-// and kernel variant, with poisoned outputs and guard zones.
+// The router on the GPU against the CPU, which other tests compare with the float64 oracle. Covers every output form,
+// dtype, option and kernel variant. Outputs start as NaN and lie between guard zones.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -28,12 +28,12 @@ double relative_error(int64_t size, const Got& got, const Want& want) {
   return norm == 0.0 ? (error == 0.0 ? 0.0 : std::numeric_limits<double>::infinity()) : std::sqrt(error / norm);
 }
 
-// Both backends round: 2e-6 each, and more where powers of a wide range are added.
+// Each backend has an error of 2e-6, and more where exponentials of a wide range are added.
 constexpr double kBound = 5e-6;
 double rounding(int32_t dtype) { return dtype == AB_FLOAT32 ? 0.0 : dtype == AB_BFLOAT16 ? 0x1p-8 : 0x1p-10; }
 
-// Both backends round what they count: few counts are in a neighbouring bin, which is how often the numbers of those
-// in the bins up to some bin differ.
+// Each backend rounds before it counts, so a few scores fall into a neighbouring bin. Sums the differences of the
+// cumulative counts, which is the number of bins that scores moved.
 void compare_histograms(const Case& c, const Outputs& got, const Outputs& want) {
   int64_t moved = 0;
   int64_t counted = 0;
@@ -49,7 +49,7 @@ void compare_histograms(const Case& c, const Outputs& got, const Outputs& want) 
   ASSERT_LE(static_cast<double>(moved), 2.0 + 1e-3 * static_cast<double>(counted)) << "qb_histogram";
 }
 
-// Selections are exact unless a bias or group scores are computed; then few tokens may differ where keys nearly tie.
+// Selections are exact without a bias and groups. With them, few tokens may differ, where keys nearly tie.
 void compare(const Case& c, const Outputs& got, const Outputs& want) {
   const bool computed = c.bias || c.num_groups > 0;
   std::vector<bool> same(static_cast<size_t>(c.T), true);
@@ -117,8 +117,8 @@ void compare(const Case& c, const Outputs& got, const Outputs& want) {
   if (c.form == Form::int64) exact("int64", c.K, got.i64, want.i64);
 }
 
-// The norm of the terms s_e (|G_e| + sum G s) of the gradient of auxiliary scores s under cotangents G, in float64:
-// where they nearly cancel, both backends keep the rounding of the terms.
+// Computes, in float64, the norm of the terms s_e (|G_e| + sum |G| s) of the gradient of auxiliary scores s under
+// cotangents G. Where the terms nearly cancel, both backends keep the rounding error of the terms.
 template <class CotangentOf>
 double auxiliary_terms(const Case& c, const Inputs& in, const CotangentOf& cotangent_of) {
   double squares = 0.0;
@@ -146,13 +146,13 @@ double auxiliary_terms(const Case& c, const Inputs& in, const CotangentOf& cotan
   return std::sqrt(squares);
 }
 
-// The cotangents to try, of 6: first, first + step, ...
+// Selects which of the 6 cotangents to test: first, first + step, ...
 struct Cotangents {
   int first = 0;
   int step = 1;
 };
 
-// Gradients under the selection in `out`, on both backends.
+// Compares the gradients of both backends for the selection in `out`.
 void compare_gradients(const Case& c, const Inputs& in, const Outputs& out, unsigned seed, Cotangents cotangents) {
   std::mt19937 random(seed);
   std::normal_distribution<float> normal;
@@ -194,7 +194,7 @@ void compare_gradients(const Case& c, const Inputs& in, const Outputs& out, unsi
         relative_error(got.size(), [&](int64_t i) { return got.get(i); }, [&](int64_t i) { return want.get(i); });
     double largest = 0.0;
     for (int64_t i = 0; i < want.size(); ++i) largest = std::max<double>(largest, std::abs(want.get(i)));
-    if (largest < kBound) {  // a gradient that is zero but for rounding
+    if (largest < kBound) {  // the gradient is zero except for rounding
       for (int64_t i = 0; i < got.size(); ++i) {
         ASSERT_TRUE(std::abs(got.get(i) - want.get(i)) <= kBound ||
                     (std::isnan(got.get(i)) && std::isnan(want.get(i))));
@@ -210,7 +210,7 @@ void compare_gradients(const Case& c, const Inputs& in, const Outputs& out, unsi
     double norm = 0.0;
     for (int64_t i = 0; i < want.size(); ++i)
       norm += std::isfinite(want.get(i)) ? double{want.get(i)} * want.get(i) : 0.0;
-    // The smallest float16 are multiples of 2^-24.
+    // float16 denormals are multiples of 2^-24.
     const double spacing = c.dtype == AB_FLOAT16 ? 0x1p-24 * std::sqrt(static_cast<double>(want.size())) : 0.0;
     ASSERT_LE(error, 2 * kBound + rounding(c.dtype) + (1e-6 * terms + spacing) / std::sqrt(norm))
         << "d_logits of cotangent " << which;
@@ -235,7 +235,7 @@ void check(const Case& c, unsigned seed = 1, Cotangents cotangents = {}) {
   ASSERT_TRUE(same_bits(got.experts, again.experts) && got.histogram.values() == again.histogram.values() &&
               same_bits(got.weights, again.weights) && same_bits(got.score_sum, again.score_sum) &&
               same_bits(got.lse, again.lse))
-      << "another run gave other bits";
+      << "a second run gave other bits";
   compare_gradients(c, in, got, seed, cotangents);
 }
 
@@ -261,14 +261,14 @@ TEST_F(RouterCuda, EveryWidth) {
   }
 }
 
-// Every width of rows that kernels are built for, with every length of the list of the best, full and not; and replays.
-// Nearly all the time goes into making random rows and comparing results, on the host. A gradient's kernel is the same
-// for a full list and for one that is not: half of the cotangents with the one, half with the other.
+// Every compiled row width with every length of the top-k list, full and not full; and replays. Most of the time goes
+// into random inputs and comparisons on the host. The backward kernel is the same for full and partial lists, so each
+// is tested with half of the cotangents.
 void check_variants(int64_t T, unsigned seed) {
   for (const int64_t E : {8, 16, 32, 64, 128, 256, 384, 512, 1000}) {
     for (const int32_t list : {4, 8, 16, 32, 64}) {
-      if (list > 8 && E <= list / 2) continue;        // as for the list before
-      if (list == 4 && E > 32 && E != 128) continue;  // as for the list after
+      if (list > 8 && E <= list / 2) continue;        // same kernel as for the previous list
+      if (list == 4 && E > 32 && E != 128) continue;  // same kernel as for the next list
       for (int mode = 0; mode < 3; ++mode) {
         for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {
           for (const bool full : {false, true}) {
@@ -283,10 +283,10 @@ void check_variants(int64_t T, unsigned seed) {
             c.form = static_cast<Form>(seed % 7);
             c.mask = seed % 5 == 0;
             check(c, seed,
-                  {static_cast<int>(seed / 2 % 2), 2});  // seed % 2, which is `full`, says whether lse is given
+                  {static_cast<int>(seed / 2 % 2), 2});  // seed % 2 equals `full` and decides whether lse is passed
             if (seed % 11 == 0 && !c.bias) {
               c.forced = true;
-              c.form = Form::compact;  // all that a replay gives
+              c.form = Form::compact;  // the only form of a replay
               check(c, seed);
             }
             if (::testing::Test::HasFatalFailure()) return;
@@ -461,7 +461,7 @@ TEST_F(RouterCuda, ReplayMasksAndSequences) {
   }
 }
 
-TEST_F(RouterCuda, CutoffsOfEveryVariant) {
+TEST_F(RouterCuda, ThresholdsOfEveryVariant) {
   unsigned seed = 1000;
   for (const int64_t E : {2, 8, 32, 60, 128, 256, 384, 512, 1000, 1100}) {
     for (const int32_t list : {1, 7, 8, 9, 16, 32, 64, 100}) {
@@ -478,21 +478,22 @@ TEST_F(RouterCuda, CutoffsOfEveryVariant) {
         c.form = static_cast<Form>(seed % 7);
         c.unaligned = seed % 5 == 0;
         c.qb_bins = seed % 2 == 0 ? 1000 : 37;
-        check(c, seed, {6, 1});  // gradients know nothing of it
+        check(c, seed, {6, 1});  // no cotangents: gradients do not depend on the histogram
         if (HasFatalFailure()) return;
       }
     }
   }
 }
 
-TEST_F(RouterCuda, CutoffsInBinsOfEveryNumber) {
+TEST_F(RouterCuda, ThresholdsWithAnyNumberOfBins) {
   unsigned seed = 1200;
-  for (const int64_t bins : {1, 2, 32, 53247, 53249, 200000}) {  // a row in shared memory, and too long for it
+  for (const int64_t bins :
+       {1, 2, 32, 53247, 53249, 200000}) {  // rows that fit into shared memory and rows that do not
     for (const int64_t T : {1, 63, 65, 3000}) {
       Case c{T, 20, 3, ++seed % 2 == 0 ? AB_FLOAT32 : AB_BFLOAT16, AB_SIGMOID};
       c.bias = true;
       c.qb_bins = bins;
-      // Positions of that many bins are rounded to more than a thousandth of one.
+      // With more bins, rounding moves a position by more than a thousandth of a bin.
       if (bins < 1000) {
         check(c, seed, {6, 1});
       } else {
@@ -508,7 +509,7 @@ TEST_F(RouterCuda, CutoffsInBinsOfEveryNumber) {
   }
 }
 
-// Gradients of dense probabilities under one selection in every layout, some of it out of range.
+// Gradients of dense probabilities for one selection in every form, with some indices out of range.
 TEST_F(RouterCuda, SelectionsInEveryForm) {
   unsigned seed = 900;
   for (const int64_t E : {8, 40, 256, 1100}) {
@@ -525,7 +526,7 @@ TEST_F(RouterCuda, SelectionsInEveryForm) {
       }
       Tensor<int64_t> wild({c.T, c.K}, out.i64.values());
       for (int64_t i = 3; i < wild.size(); i += 7) wild[i] = i % 2 == 0 ? (int64_t{1} << 32) + 1 : -5;
-      Tensor<uint8_t> full({c.T, c.E}, AB_BOOL);  // more experts than K
+      Tensor<uint8_t> full({c.T, c.E}, AB_BOOL);  // a map with more than K experts per token
       for (int64_t i = 0; i < full.size(); ++i) full[i] = i % 3 != 0;
       FloatTensor d_probs({c.T, c.E}, c.dtype);
       d_probs.fill_normal(seed);
@@ -548,7 +549,7 @@ TEST_F(RouterCuda, SelectionsInEveryForm) {
             relative_error(got.size(), [&](int64_t i) { return got.get(i); }, [&](int64_t i) { return want.get(i); });
         double largest = 0.0;
         for (int64_t i = 0; i < want.size(); ++i) largest = std::max<double>(largest, std::abs(want.get(i)));
-        if (largest < kBound) continue;  // the weight of a single expert, but for rounding
+        if (largest < kBound) continue;  // a single expert: the gradient is zero except for rounding
         ASSERT_LE(error, 2 * kBound + rounding(c.dtype)) << c << " selection of dtype " << form->dtype;
       }
     }

@@ -1,4 +1,4 @@
-// Runs a routing on the GPU: its arguments, with tensors of the host or their mirrors on the device.
+// Runs the router on the GPU. Builds its arguments from host tensors or from their device copies.
 #pragma once
 
 #include "anabranch/cuda.h"
@@ -41,7 +41,7 @@ ab_router_forward_args forward_args(const Case& c, const Inputs& in, const Outpu
   return args;
 }
 
-// add(tensor): its copy on the device.
+// add(tensor) returns the device copy of a host tensor.
 template <class Add>
 ab_router_forward_args on_device(ab_router_forward_args args, const Add& add) {
   for (const ab_tensor** tensor :

@@ -1,4 +1,4 @@
-// The router past 2^31 logits.
+// The router with more than 2^31 logits.
 #include <random>
 
 #include "router_run.h"
@@ -7,9 +7,9 @@
 namespace anabranch::testing {
 namespace {
 
-// T * E past 2^31: the last tokens come out, and have gradients, bit for bit as if they stood alone.
+// With T * E > 2^31, the results and gradients of the last tokens have the same bits as in a small call.
 void check_past_two_to_the_31(int64_t E, int32_t K, int32_t score_function) {
-  Case small{2500, E, K, AB_BFLOAT16, score_function};  // enough to be served by the same kernels
+  Case small{2500, E, K, AB_BFLOAT16, score_function};  // enough tokens to select the same kernels
   const int64_t T = (int64_t{1} << 31) / E + 5000;
   const int64_t others = T - small.T;
   const Inputs in(small);
@@ -24,7 +24,7 @@ void check_past_two_to_the_31(int64_t E, int32_t K, int32_t score_function) {
     mirrors.fetch();
     EXPECT_EQ(got.experts.values(), want.experts.values());
     EXPECT_EQ(got.lse.values(), want.lse.values());
-    for (int64_t e = 0; e < E; ++e) {  // of zeros, the lowest are selected
+    for (int64_t e = 0; e < E; ++e) {  // the other logits are 0 and select the lowest experts
       ASSERT_EQ(got.counts[e], want.counts[e] + (e < K ? others : 0)) << "of expert " << e;
     }
     if (form == Form::aux) {
@@ -56,10 +56,10 @@ void check_past_two_to_the_31(int64_t E, int32_t K, int32_t score_function) {
     args.scaling_factor = auxiliary ? 1.0f : args.scaling_factor;
     args.d_aux_scores = auxiliary ? d_aux.view() : nullptr;
     args.d_logits = d_want.view();
-    Mirrors few;
-    ab_router_backward_args call = on_device(args, add_to(&few));
+    Mirrors small_mirrors;
+    ab_router_backward_args call = on_device(args, add_to(&small_mirrors));
     EXPECT_OK(ab_cuda_router_backward(&call, nullptr));
-    few.fetch();
+    small_mirrors.fetch();
     args.d_logits = d_got.view();
     TallMirrors mirrors(T, small.T);
     call = on_device(args, [&](const ab_tensor* host) { return mirrors.add(host); });

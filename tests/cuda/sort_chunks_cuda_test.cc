@@ -1,4 +1,4 @@
-// Chunk sort and the expansion of a row_id_map on the GPU against the CPU's, to the last byte.
+// Chunk sort and the expansion of a row_id_map on the GPU against the CPU. All bytes must be equal.
 #include <numeric>
 
 #include "anabranch/cuda.h"
@@ -9,7 +9,7 @@ namespace {
 
 class SortChunksCuda : public CudaTest {};
 
-// Sorts on both sides, and takes the GPU's result back.
+// Sorts on both backends and compares. inverse = 1 inverts the sort.
 template <class T>
 void check_sort(int64_t D, const std::vector<int32_t>& sizes, const std::vector<int32_t>& order, int64_t R,
                 int32_t dtype = kDtypeOf<T>, int64_t shift = 0) {
@@ -21,7 +21,7 @@ void check_sort(int64_t D, const std::vector<int32_t>& sizes, const std::vector<
   const Tensor<int32_t> split_sizes({S}, sizes);
   const Tensor<int32_t> sorted_indices({S}, order);
   for (const int32_t inverse : {0, 1}) {
-    for (const bool wants_map : {true, false}) {
+    for (const bool requests_map : {true, false}) {
       const Tensor<T> want({R, D}, dtype);
       const Tensor<T> got({R, D}, dtype);
       const Tensor<int32_t> want_map({R});
@@ -37,7 +37,7 @@ void check_sort(int64_t D, const std::vector<int32_t>& sizes, const std::vector<
               mirrors.add(split_sizes.view()),
               mirrors.add(sorted_indices.view()),
               mirrors.add(got.view(), bytes),
-              wants_map ? mirrors.add(got_map.view()) : nullptr};
+              requests_map ? mirrors.add(got_map.view()) : nullptr};
       size_t needed = 0;
       EXPECT_OK(ab_cuda_sort_chunks_workspace(&args, nullptr, &needed));
       DeviceWorkspace workspace(needed);
@@ -45,7 +45,7 @@ void check_sort(int64_t D, const std::vector<int32_t>& sizes, const std::vector<
       mirrors.fetch();
       workspace.check();
       ASSERT_TRUE(got.values() == want.values());
-      ASSERT_TRUE(!wants_map || got_map.values() == want_map.values()) << "row_id_map";
+      ASSERT_TRUE(!requests_map || got_map.values() == want_map.values()) << "row_id_map";
     }
   }
 }
@@ -106,7 +106,7 @@ TEST_F(SortChunksCuda, EveryWidthAndElement) {
   }
 }
 
-TEST_F(SortChunksCuda, BadArgumentsAreRefusedInTheCpusWords) {
+TEST_F(SortChunksCuda, ErrorMessagesMatchTheCpu) {
   const Tensor<float> x({4, 3});
   const Tensor<int32_t> sizes({2}, {1, 3});
   const Tensor<int32_t> order({2}, {1, 0});
@@ -164,7 +164,7 @@ void check_expand(const Tensor<int32_t>& row_id_map, const Tensor<int32_t>* padd
   struct Side {
     Side(int64_t T, int64_t E, int64_t R) : row_of_slot({T, E}), slot_of_row({R}) {
       for (Tensor<int32_t>* tensor : {&row_of_slot, &slot_of_row}) {
-        for (int32_t& value : tensor->values()) value = 0x5a5a5a5a;  // -1 is a result
+        for (int32_t& value : tensor->values()) value = 0x5a5a5a5a;  // not -1, which is a valid result
       }
     }
     Tensor<int32_t> row_of_slot;
@@ -235,7 +235,7 @@ TEST_F(RowIdMapCuda, Garbage) {
   }
 }
 
-TEST_F(RowIdMapCuda, BadArgumentsAreRefusedInTheCpusWords) {
+TEST_F(RowIdMapCuda, ErrorMessagesMatchTheCpu) {
   const Tensor<int32_t> row_id_map({4, 5});
   const Tensor<int32_t> row_of_slot({4, 2});
   const Tensor<int32_t> slot_of_row({8});

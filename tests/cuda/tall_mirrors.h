@@ -1,11 +1,11 @@
-// Few rows at the end of tensors of very many: for offsets past 2^31.
+// Tall device tensors whose last rows come from the host, for tests of offsets beyond 2^31.
 #pragma once
 
 #include "device.h"
 
 namespace anabranch::testing {
 
-// Host tensors as the last rows of tall ones on the device, whose other rows are zeros.
+// Copies each host tensor into the last rows of a tall device tensor. The other rows are zero.
 class TallMirrors {
  public:
   TallMirrors(int64_t rows, int64_t tail) : rows_(rows), tail_(tail) {}
@@ -43,7 +43,7 @@ class TallMirrors {
   }
   int64_t rows_;
   int64_t tail_;
-  std::deque<Mirror> mirrors_;  // views keep their addresses
+  std::deque<Mirror> mirrors_;  // a deque, so that views keep their addresses
 };
 
 }  // namespace anabranch::testing

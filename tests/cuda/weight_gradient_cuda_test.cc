@@ -1,4 +1,4 @@
-// The gradients of grouped products' weights on the GPU against the CPU's.
+// Weight gradients of grouped GEMMs on the GPU against the CPU.
 #include <cmath>
 #include <limits>
 #include <random>
@@ -29,14 +29,14 @@ struct GroupedMatmulDw {
       : c(shape), x({c.R, c.D}, c.x), d_y({c.R, c.N}, c.d_y), sizes({c.E()}, c.sizes) {
     x.fill_uniform(seed);
     d_y.fill_uniform(seed + 1);
-    // Rows past the groups hold NaN: nothing may come of them.
+    // Fill rows past the groups with NaN to check that they are ignored.
     const int64_t end = c.sizes.empty() ? 0 : ends_of(c.sizes, c.R).back();
     for (int64_t i = end * c.D; i < c.R * c.D; ++i) x.set(i, std::numeric_limits<float>::quiet_NaN());
     for (int64_t i = end * c.N; i < c.R * c.N; ++i) d_y.set(i, std::numeric_limits<float>::quiet_NaN());
   }
 
   FloatTensor result() const { return {{c.E(), c.D, c.N}, c.d_w}; }
-  // What there is to add to.
+  // Sets the initial value for accumulation.
   void prepare(FloatTensor& d_w) const {
     if (c.accumulate) d_w.fill_uniform(7);
   }
@@ -65,8 +65,8 @@ struct GroupedMatmulDw {
   Tensor<int32_t> sizes;
 };
 
-// Both sides round the same sum: they differ by less than twice the rounding, and by the float32 additions, of which
-// each may lose a unit in the last place of a sum of at most the rows of its expert.
+// Both backends round the same sum. The bound allows one rounding on each side, and an error of one unit in the last
+// place of the expert's row count for each float32 addition.
 void compare(const Case& c, const FloatTensor& got, const FloatTensor& want) {
   const std::vector<int64_t> ends = ends_of(c.sizes, c.R);
   for (int64_t e = 0; e < c.E(); ++e) {
@@ -103,12 +103,12 @@ void check(const Case& c, unsigned seed = 1) {
   FloatTensor again = op.result();
   op.prepare(again);
   op.on_gpu(again);
-  ASSERT_TRUE(got.is(again)) << "another run gave other bits";
+  ASSERT_TRUE(got.is(again)) << "a second run gave other bits";
 }
 
 using WeightGradientCuda = ExpertsCudaTest;
 
-TEST_F(WeightGradientCuda, IsTheCpus) {
+TEST_F(WeightGradientCuda, MatchesTheCpu) {
   for (const int32_t dtype : {AB_BFLOAT16, AB_FLOAT16}) {
     for (const int32_t d_w : {dtype, int32_t{AB_FLOAT32}}) {
       check({kUneven, 1300, 256, 512, dtype, dtype, d_w});
@@ -116,13 +116,13 @@ TEST_F(WeightGradientCuda, IsTheCpus) {
       check({kUneven, 1217, 8, 8, dtype, dtype, d_w});
       check({{300, 300, 300, 300}, 1200, 768, 768, dtype, dtype, d_w});
       check({{1}, 1, 1024, 2048, dtype, dtype, d_w});
-      check({{5000, 0, 20, 1500}, 6600, 128, 264, dtype, dtype, d_w});  // sums that are cut
+      check({{5000, 0, 20, 1500}, 6600, 128, 264, dtype, dtype, d_w});  // sums that are split
       if (HasFatalFailure()) return;
     }
   }
 }
 
-TEST_F(WeightGradientCuda, TakesEverySizeAndDtype) {
+TEST_F(WeightGradientCuda, AcceptsEverySizeAndDtype) {
   for (const int32_t dtype : {AB_BFLOAT16, AB_FLOAT16, AB_FLOAT32}) {
     for (const int32_t other : {AB_BFLOAT16, AB_FLOAT16, AB_FLOAT32}) {
       check({kUneven, 1300, 33, 45, dtype, other, AB_FLOAT32});
@@ -150,7 +150,7 @@ TEST_F(WeightGradientCuda, Accumulates) {
   }
 }
 
-TEST_F(WeightGradientCuda, NoSizeReachesOutOfBounds) {
+TEST_F(WeightGradientCuda, GroupSizesAreClippedToTheRows) {
   for (const int64_t D : {64, 33}) {
     check({{-5, 3, INT32_MIN, 4, -1}, 6, D, 72});
     check({{2, INT32_MAX, INT32_MAX, 1}, 700, D, 72});
@@ -194,10 +194,10 @@ TEST_F(WeightGradientCuda, BadArgumentsAreRefused) {
                  "ab_grouped_matmul_dw_args: got NULL");
 }
 
-// Where there is no GPU, the call says so.
-TEST(WeightGradientWithoutCuda, TheCallSaysWhy) {
+// Without a GPU, the call returns an error that names the reason.
+TEST(WeightGradientWithoutCuda, TheErrorNamesTheReason) {
   int count = 0;
-  if (cudaGetDeviceCount(&count) == cudaSuccess && count > 0) GTEST_SKIP() << "there is a GPU";
+  if (cudaGetDeviceCount(&count) == cudaSuccess && count > 0) GTEST_SKIP() << "a GPU is present";
   const GroupedMatmulDw gradient({{2, 2}, 4, 5, 6});
   const FloatTensor d_w = gradient.result();
   const ab_grouped_matmul_dw_args gradient_args = gradient.args(d_w);
@@ -221,14 +221,14 @@ TEST(WeightGradientWithoutCuda, DivisorsAreExact) {
   }
 }
 
-// What the call asks for depends on shapes and dtypes, and is bounded.
+// The workspace depends on shapes and dtypes only, and is bounded.
 TEST(WeightGradientWithoutCuda, WorkspaceIsBounded) {
   const auto bytes_for = [](const Case& c) {
     const ab_tensor x{nullptr, c.x, 2, {c.R, c.D}, nullptr};
     const ab_tensor d_y{nullptr, c.d_y, 2, {c.R, c.N}, nullptr};
     const ab_tensor sizes{nullptr, AB_INT32, 1, {c.E()}, nullptr};
     const ab_tensor d_w{nullptr, c.d_w, 3, {c.E(), c.D, c.N}, nullptr};
-    // Sizes alone matter, but views must have memory.
+    // Only the sizes matter, but views must not be null.
     static char memory[64];
     ab_tensor views[] = {x, d_y, sizes, d_w};
     for (ab_tensor& view : views) view.data = memory;
@@ -249,14 +249,15 @@ TEST(WeightGradientWithoutCuda, WorkspaceIsBounded) {
   EXPECT_EQ(bytes_for({sizes, 262144, 768, 512, AB_FLOAT32, AB_FLOAT32, AB_FLOAT32}),
             bytes_for({sizes, 262144, 768, 512}));
   EXPECT_LE(bytes_for({sizes, 262144, 767, 513}), (size_t{144} << 20) + 16 * 128);
-  // d_y is converted to float32, and so is d_w.
-  const size_t of_float32 = bytes_for({sizes, 262144, 768, 512});
-  EXPECT_EQ(bytes_for({sizes, 262144, 768, 512, AB_FLOAT32, AB_BFLOAT16, AB_FLOAT32}), of_float32 + 262144 * 512 * 4);
+  // d_y and d_w are converted to float32.
+  const size_t float32_bytes = bytes_for({sizes, 262144, 768, 512});
+  EXPECT_EQ(bytes_for({sizes, 262144, 768, 512, AB_FLOAT32, AB_BFLOAT16, AB_FLOAT32}),
+            float32_bytes + 262144 * 512 * 4);
   size_t bound = 0;
   EXPECT_OK(ab_cuda_grouped_matmul_dw_workspace_bound(262144, 128, 768, 512, AB_FLOAT16, AB_BFLOAT16, &bound));
   EXPECT_GE(bound, bytes_for({sizes, 262144, 768, 512, AB_FLOAT16, AB_BFLOAT16, AB_FLOAT16}));
   EXPECT_EQ(bytes_for({sizes, 262144, 768, 512, AB_BFLOAT16, AB_BFLOAT16, AB_FLOAT16}),
-            of_float32 + 128 * 768 * 512 * 4);
+            float32_bytes + 128 * 768 * 512 * 4);
   EXPECT_EQ(bytes_for({{}, 262144, 768, 512}), 0u);
 }
 

@@ -27,26 +27,27 @@ struct Copy {
 
 struct Barrier {
   int arrived = 0;
-  int64_t turn = 0;
+  int64_t phase = 0;
 };
 
-// A thread begins by its context and changes by jumps, which don't ask the system for signal masks as contexts do.
+// A fiber. It starts from a ucontext and then switches by _longjmp, which avoids the signal-mask system call of
+// swapcontext.
 struct Thread {
   ucontext_t context;
-  jmp_buf place;
-  bool begun = false;
+  jmp_buf resume_point;
+  bool started = false;
   std::vector<char> stack = std::vector<char>(kStackBytes);
-  bool ended = false;
-  const Barrier* barrier = nullptr;  // that it waits at; nullptr: it can run
-  int64_t waits_for = 0;             // the turn of the barrier that has to be over
-  int64_t shows = 0;
+  bool finished = false;
+  const Barrier* barrier = nullptr;  // the barrier it waits at; nullptr: runnable
+  int64_t waits_for = 0;             // the phase of the barrier that must complete
+  int64_t publications = 0;
   std::deque<std::vector<Copy>> groups;
   std::vector<Copy> open;
 };
 
 struct Warp {
   Barrier barrier;
-  char shown[2][kLanes][64];
+  char published[2][kLanes][64];
 };
 
 struct Block {
@@ -68,45 +69,45 @@ Thread& self() { return block.threads[static_cast<size_t>(current)]; }
 Warp& warp() { return block.warps[static_cast<size_t>(current / kLanes)]; }
 
 void yield() {
-  if (_setjmp(self().place) == 0) _longjmp(scheduler, 1);
+  if (_setjmp(self().resume_point) == 0) _longjmp(scheduler, 1);
 }
 
 void resume() {
   if (_setjmp(scheduler) != 0) return;
-  if (self().begun) _longjmp(self().place, 1);
-  self().begun = true;
+  if (self().started) _longjmp(self().resume_point, 1);
+  self().started = true;
   setcontext(&self().context);
 }
 
 void run_thread() {
   (*body)();
-  self().ended = true;
-  if (!self().open.empty()) fail("a thread ended with copies that nobody waited for");
+  self().finished = true;
+  if (!self().open.empty()) fail("a thread finished without waiting for its copies");
   yield();
 }
 
-int alive(int begin, int end) {
+int count_running(int begin, int end) {
   int count = 0;
-  for (int i = begin; i < end; ++i) count += block.threads[static_cast<size_t>(i)].ended ? 0 : 1;
+  for (int i = begin; i < end; ++i) count += block.threads[static_cast<size_t>(i)].finished ? 0 : 1;
   return count;
 }
 
-// Lets go who waits, where all that are alive have come.
+// Completes the barrier's phase if all running threads of [begin, end) have arrived.
 bool release(Barrier& barrier, int begin, int end) {
-  if (barrier.arrived == 0 || barrier.arrived < alive(begin, end)) return false;
+  if (barrier.arrived == 0 || barrier.arrived < count_running(begin, end)) return false;
   barrier.arrived = 0;
-  ++barrier.turn;
+  ++barrier.phase;
   return true;
 }
 
-// `expected` threads end a turn; 0: the scheduler ends it by release().
+// Waits at a barrier. The phase completes when `expected` threads have arrived; 0: when the scheduler calls release().
 void wait(Barrier& barrier, int expected = 0) {
   Thread& thread = self();
   thread.barrier = &barrier;
-  thread.waits_for = barrier.turn;
+  thread.waits_for = barrier.phase;
   if (++barrier.arrived == expected) {
     barrier.arrived = 0;
-    ++barrier.turn;
+    ++barrier.phase;
   }
   yield();
   thread.barrier = nullptr;
@@ -114,17 +115,17 @@ void wait(Barrier& barrier, int expected = 0) {
 
 bool can_run(int index) {
   const Thread& thread = block.threads[static_cast<size_t>(index)];
-  if (thread.ended) return false;
-  return thread.barrier == nullptr || thread.barrier->turn > thread.waits_for;
+  if (thread.finished) return false;
+  return thread.barrier == nullptr || thread.barrier->phase > thread.waits_for;
 }
 
 void copy_now(const Copy& copy) {
-  if (copy.to % copy.room != 0) fail("a copy of %u bytes to %u", copy.room, copy.to);
-  if (copy.to + copy.room > block.shared_bytes) fail("a copy past the block's shared memory, to %u", copy.to);
-  if (copy.bytes > copy.room) fail("a copy of %u bytes of %u", copy.bytes, copy.room);
+  if (copy.to % copy.room != 0) fail("a copy of %u bytes to the unaligned address %u", copy.room, copy.to);
+  if (copy.to + copy.room > block.shared_bytes) fail("a copy past the block's shared memory, to address %u", copy.to);
+  if (copy.bytes > copy.room) fail("a copy of %u bytes into %u bytes", copy.bytes, copy.room);
   if (copy.bytes > 0) {
     if (reinterpret_cast<uintptr_t>(copy.from) % copy.room != 0)
-      fail("a copy of %u bytes from %p", copy.room, copy.from);
+      fail("a copy of %u bytes from the unaligned address %p", copy.room, copy.from);
     std::memcpy(block.memory.data() + copy.to, copy.from, copy.bytes);
   }
   std::memset(block.memory.data() + copy.to + copy.bytes, 0, copy.room - copy.bytes);
@@ -149,14 +150,14 @@ void run_block() {
       release(warp().barrier, first, std::min(first + kLanes, threads));
     }
     if (release(block.barrier, 0, threads)) progress = true;
-    if (alive(0, threads) == 0) return;
-    if (!progress) fail("threads wait for each other forever");
+    if (count_running(0, threads) == 0) return;
+    if (!progress) fail("deadlock: all threads wait");
   }
 }
 
 }  // namespace
 
-void set_options(Options wanted) { options = wanted; }
+void set_options(Options new_options) { options = new_options; }
 
 Dim3 thread_index;
 Dim3 block_index;
@@ -179,10 +180,10 @@ void run_grid(int64_t blocks, int threads, size_t bytes, const std::function<voi
     block.shared_bytes = bytes;
     block.memory.assign(bytes, static_cast<char>(0xff));  // NaN
     for (Thread& thread : block.threads) {
-      thread.ended = false;
-      thread.begun = false;
+      thread.finished = false;
+      thread.started = false;
       thread.barrier = nullptr;
-      thread.shows = 0;
+      thread.publications = 0;
       thread.groups.clear();
       thread.open.clear();
       getcontext(&thread.context);
@@ -199,12 +200,12 @@ void sync_block() { wait(block.barrier); }
 
 void sync_threads(int barrier, int threads) { wait(block.named[barrier], threads); }
 
-const char (*show(const void* value, size_t bytes))[64] {
-  if (bytes > 64) fail("a lane shows %zu bytes", bytes);
-  auto& shown = warp().shown[self().shows++ % 2];
-  std::memcpy(shown[current % kLanes], value, bytes);
+const char (*publish(const void* value, size_t bytes))[64] {
+  if (bytes > 64) fail("a lane publishes %zu bytes, expected at most 64", bytes);
+  auto& published = warp().published[self().publications++ % 2];
+  std::memcpy(published[current % kLanes], value, bytes);
   wait(warp().barrier);
-  return shown;
+  return published;
 }
 
 void start_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t room) {

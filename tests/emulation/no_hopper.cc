@@ -1,4 +1,4 @@
-// Hopper's products where there are none.
+// Stubs for the Hopper kernels, which the emulator does not support.
 #include "core/status.h"
 #include "experts/hopper/fp8_products.h"
 #include "experts/hopper/products.h"
@@ -6,15 +6,15 @@
 namespace anabranch::cuda::hopper {
 namespace {
 
-constexpr const char* kNot = "it is emulated";
-ab_status refused() { return error(AB_INTERNAL, "%s", kNot); }
+constexpr const char* kReason = "the device is emulated";
+ab_status refused() { return error(AB_INTERNAL, "%s", kReason); }
 
 }  // namespace
 
-const char* why_not(const Up&) { return kNot; }
-const char* why_not(const RowsProduct&) { return kNot; }
-const char* why_not(const HiddenGradient&) { return kNot; }
-const char* why_not(const WeightGradient&) { return kNot; }
+const char* why_not(const Up&) { return kReason; }
+const char* why_not(const RowsProduct&) { return kReason; }
+const char* why_not(const HiddenGradient&) { return kReason; }
+const char* why_not(const WeightGradient&) { return kReason; }
 TileChoice choose_tile(const Up&, int) { return {}; }
 TileChoice choose_tile(const RowsProduct&, int) { return {}; }
 TileChoice choose_tile(const HiddenGradient&, int) { return {}; }
@@ -25,9 +25,9 @@ ab_status launch_gemm(const RowsProduct&, TileChoice, int, cudaStream_t) { retur
 ab_status launch_gemm(const HiddenGradient&, TileChoice, int, cudaStream_t) { return refused(); }
 ab_status launch_gemm(const WeightGradient&, TileChoice, void*, int, cudaStream_t) { return refused(); }
 
-const char* why_not(const Fp8Up&) { return kNot; }
-const char* why_not(const Fp8RowsProduct&) { return kNot; }
-const char* why_not(const Fp8HiddenGradient&) { return kNot; }
+const char* why_not(const Fp8Up&) { return kReason; }
+const char* why_not(const Fp8RowsProduct&) { return kReason; }
+const char* why_not(const Fp8HiddenGradient&) { return kReason; }
 int64_t parts_of_dots(const Fp8HiddenGradient&) { return 0; }
 ab_status launch_gemm(const Fp8Up&, int, cudaStream_t) { return refused(); }
 ab_status launch_gemm(const Fp8RowsProduct&, int, cudaStream_t) { return refused(); }

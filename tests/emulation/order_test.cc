@@ -1,4 +1,4 @@
-// Barriers and waits that are missing show where threads run in another order, or copies take place earlier or later.
+// Runs networks with different thread orders and copy times. A missing barrier or wait would change the results.
 #include <vector>
 
 #include "emulator.h"
@@ -15,13 +15,13 @@ class Orders : public ::testing::Test {
   void TearDown() override { emulation::set_options({}); }
 };
 
-// Main loops longer than the ring of stages; edges of tiles in every dimension; sums that are cut.
-TEST_F(Orders, ResultsAreTheSameBitsInEveryOrder) {
+// Covers main loops longer than the pipeline, partial tiles in every dimension, and split sums.
+TEST_F(Orders, ResultsHaveTheSameBitsInEveryOrder) {
   for (const int32_t dtype : {AB_BFLOAT16, AB_FLOAT32}) {
     for (const bool small : {true, false}) {
       const std::vector<int32_t> sizes = small ? std::vector<int32_t>{20, 0, 7} : std::vector<int32_t>{300, 0, 570};
       FfnCase c{sizes, small ? 30 : 880, 136, 72, 2, small ? 16 : 440, 2, dtype};
-      c.layout = small ? 1 : 0;  // either way for the operands
+      c.layout = small ? 1 : 0;  // both orientations of the operands
       SCOPED_TRACE(::testing::Message() << c);
       const Network first(c);
       first.on_gpu();

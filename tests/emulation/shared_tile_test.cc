@@ -1,5 +1,5 @@
-// Where the portable kernels put things, looked at without running them: every chunk has one place, a warp's accesses
-// to shared memory meet no bank twice, a float32 number is the sum of its parts.
+// Shared-memory layouts of the sm80 (mma.sync) kernels, tested without running kernels. Every chunk has its own
+// address, warp accesses have no bank conflicts, and a float32 number is the sum of its TF32 parts.
 #include "experts/portable/shared_tile.h"
 
 #include <gtest/gtest.h>
@@ -18,11 +18,11 @@ namespace {
 
 constexpr int kLanes = 32;
 
-// How many times the banks serve accesses of `bytes` a lane: one for each 128 bytes, if no bank is met twice. Lanes
-// that read the same word are served together.
-int turns_of(const std::vector<uint32_t>& addresses, int bytes) {
+// Number of shared-memory wavefronts of accesses with `bytes` bytes per lane: one per 128 bytes without bank conflicts.
+// Lanes that read the same word share one access.
+int wavefronts_of(const std::vector<uint32_t>& addresses, int bytes) {
   const size_t together = static_cast<size_t>(128 / bytes);
-  int turns = 0;
+  int wavefronts = 0;
   for (size_t first = 0; first < addresses.size(); first += together) {
     std::set<uint32_t> words[32];
     for (size_t i = first; i < std::min(first + together, addresses.size()); ++i) {
@@ -32,19 +32,19 @@ int turns_of(const std::vector<uint32_t>& addresses, int bytes) {
     }
     size_t most = 0;
     for (const auto& bank : words) most = std::max(most, bank.size());
-    turns += static_cast<int>(most);
+    wavefronts += static_cast<int>(most);
   }
-  return turns;
+  return wavefronts;
 }
 template <class Address>
-int turns_of_warp(int bytes, const Address& address) {
+int wavefronts_of_warp(int bytes, const Address& address) {
   std::vector<uint32_t> addresses;
   for (int lane = 0; lane < kLanes; ++lane) addresses.push_back(address(lane));
-  return turns_of(addresses, bytes);
+  return wavefronts_of(addresses, bytes);
 }
 
 template <Major kMajor, int kElementBytes, int kSides, int kThreads>
-struct Of {
+struct Kind {
   static constexpr int threads = kThreads;
   static constexpr Major major = kMajor;
   static constexpr int bytes = kElementBytes;
@@ -54,13 +54,13 @@ struct Of {
 
 template <class T>
 class SharedTiles : public ::testing::Test {};
-using Kinds = ::testing::Types<Of<Major::k, 2, 128, 256>, Of<Major::k, 2, 128, 128>, Of<Major::k, 2, 32, 128>,
-                               Of<Major::k, 4, 128, 256>, Of<Major::k, 4, 128, 128>, Of<Major::k, 4, 64, 128>,
-                               Of<Major::k, 4, 32, 128>, Of<Major::mn, 2, 128, 256>, Of<Major::mn, 2, 128, 128>,
-                               Of<Major::mn, 4, 128, 256>, Of<Major::mn, 4, 128, 128>, Of<Major::mn, 4, 64, 128>>;
+using Kinds = ::testing::Types<Kind<Major::k, 2, 128, 256>, Kind<Major::k, 2, 128, 128>, Kind<Major::k, 2, 32, 128>,
+                               Kind<Major::k, 4, 128, 256>, Kind<Major::k, 4, 128, 128>, Kind<Major::k, 4, 64, 128>,
+                               Kind<Major::k, 4, 32, 128>, Kind<Major::mn, 2, 128, 256>, Kind<Major::mn, 2, 128, 128>,
+                               Kind<Major::mn, 4, 128, 256>, Kind<Major::mn, 4, 128, 128>, Kind<Major::mn, 4, 64, 128>>;
 TYPED_TEST_SUITE(SharedTiles, Kinds);
 
-TYPED_TEST(SharedTiles, EveryChunkIsCopiedOnceToAPlaceOfItsOwn) {
+TYPED_TEST(SharedTiles, EveryChunkIsCopiedOnceToItsOwnAddress) {
   using Tile = typename TypeParam::Tile;
   using Plan = CopyPlan<Tile, TypeParam::threads>;
   std::set<std::pair<int, int>> chunks;
@@ -80,39 +80,39 @@ TYPED_TEST(SharedTiles, EveryChunkIsCopiedOnceToAPlaceOfItsOwn) {
   EXPECT_EQ(chunks.size(), static_cast<size_t>(TypeParam::sides * kDepthBytes / kChunkBytes));
 }
 
-TYPED_TEST(SharedTiles, CopiesMeetNoBankTwice) {
+TYPED_TEST(SharedTiles, CopiesHaveNoBankConflicts) {
   using Tile = typename TypeParam::Tile;
   using Plan = CopyPlan<Tile, TypeParam::threads>;
   for (int warp = 0; warp < TypeParam::threads / kLanes; ++warp) {
     for (int pass = 0; pass < Plan::kPasses; ++pass) {
-      const int turns = turns_of_warp(kChunkBytes, [&](int lane) {
+      const int wavefronts = wavefronts_of_warp(kChunkBytes, [&](int lane) {
         const int thread = warp * kLanes + lane;
         return Tile::chunk(Plan::row(thread, pass), Plan::chunk(thread, pass));
       });
-      EXPECT_EQ(turns, 4);
+      EXPECT_EQ(wavefronts, 4);
     }
   }
 }
 
-TYPED_TEST(SharedTiles, FragmentsMeetNoBankTwice) {
+TYPED_TEST(SharedTiles, FragmentsHaveNoBankConflicts) {
   using Tile = typename TypeParam::Tile;
   for (int step = 0; step < kSteps; ++step) {
     for (int side = 0; side < TypeParam::sides; side += kFragmentRows) {
       if constexpr (kByFours<TypeParam::major, TypeParam::bytes>) {
-        EXPECT_EQ(turns_of_warp(kChunkBytes,
-                                [&](int lane) {
-                                  const MatrixPlace place = place_of_fours(lane, side / 32 * 32, step);
-                                  return Tile::chunk(place.row, place.chunk);
-                                }),
+        EXPECT_EQ(wavefronts_of_warp(kChunkBytes,
+                                     [&](int lane) {
+                                       const MatrixPlace place = place_of_fours(lane, side / 32 * 32, step);
+                                       return Tile::chunk(place.row, place.chunk);
+                                     }),
                   4);
       } else {
         for (const auto place_of : TypeParam::major == Major::k ? std::vector{place_of_a_by_k, place_of_b_by_k}
                                                                 : std::vector{place_of_a_by_mn, place_of_b_by_mn}) {
-          EXPECT_EQ(turns_of_warp(kChunkBytes,
-                                  [&](int lane) {
-                                    const MatrixPlace place = place_of(lane, side, step);
-                                    return Tile::chunk(place.row, place.chunk);
-                                  }),
+          EXPECT_EQ(wavefronts_of_warp(kChunkBytes,
+                                       [&](int lane) {
+                                         const MatrixPlace place = place_of(lane, side, step);
+                                         return Tile::chunk(place.row, place.chunk);
+                                       }),
                     4);
         }
       }
@@ -120,8 +120,8 @@ TYPED_TEST(SharedTiles, FragmentsMeetNoBankTwice) {
   }
 }
 
-// Fragments that are read by fours: the words that a lane reads are those of its sides.
-TEST(Fours, StandAtTheirSides) {
+// Fragments read in groups of four words: each lane reads the words of its own rows or columns.
+TEST(Fours, BelongToTheLanesRows) {
   using Tile = SharedTile<Major::mn, 4, 128>;
   const auto element = [](int k, int side) { return Tile::chunk(k, side / 4) + static_cast<uint32_t>(side % 4 * 4); };
   for (int first = 0; first < 128; first += 64) {
@@ -159,27 +159,28 @@ TEST(StagedTiles, EveryRowIsStagedOnce) {
   check_staging<SmallTile, false>();
 }
 
-TEST(StagedTiles, AccumulatorsMeetNoBankTwice) {
+TEST(StagedTiles, AccumulatorsHaveNoBankConflicts) {
   using Pairs = Staging<LargeTile, false, false>;
   using Fours = Staging<LargeTile, false, true>;
   for (int i = 0; i < 4; ++i) {
     EXPECT_EQ(
-        turns_of_warp(
+        wavefronts_of_warp(
             16, [&](int lane) { return Fours::place(row_of_c(lane, i), side_at<true>(0, column_of_c(lane, i))); }),
         4);
     if (i % 2 != 0) continue;
-    EXPECT_EQ(turns_of_warp(8, [&](int lane) { return Pairs::place(row_of_c(lane, i), column_of_c(lane, i)); }), 2);
+    EXPECT_EQ(wavefronts_of_warp(8, [&](int lane) { return Pairs::place(row_of_c(lane, i), column_of_c(lane, i)); }),
+              2);
   }
-  // Lanes with 4 neighbours of a row each.
-  EXPECT_EQ(turns_of_warp(16, [](int lane) { return Pairs::place(1, lane * 4); }), 4);
-  EXPECT_EQ(turns_of_warp(16, [](int lane) { return Fours::place(1, lane * 4); }), 4);
+  // Each lane writes 4 contiguous elements of a row.
+  EXPECT_EQ(wavefronts_of_warp(16, [](int lane) { return Pairs::place(1, lane * 4); }), 4);
+  EXPECT_EQ(wavefronts_of_warp(16, [](int lane) { return Fours::place(1, lane * 4); }), 4);
 }
 
-// What is lost is at most a unit of the 24th digit of the larger number.
+// The error is at most one unit in the 24th bit of the larger part.
 TEST(Split, PartsAreTf32AndTheirSumIsTheNumber) {
   std::mt19937 random(1);
   for (int i = 0; i < 1000000; ++i) {
-    const uint32_t exponent = 1 + 24 + random() % (254 - 24);  // parts are normal numbers
+    const uint32_t exponent = 1 + 24 + random() % (254 - 24);  // both parts are normal numbers
     const uint32_t bits = (random() & 0x807fffffu) | exponent << 23;
     if ((bits & 0x7fffffffu) > 0x7f7fefffu) continue;  // rounds to infinity
     const Split parts = split(bits);
@@ -192,14 +193,14 @@ TEST(Split, PartsAreTf32AndTheirSumIsTheNumber) {
     EXPECT_EQ(float_from_bits(split(bits_of(exact)).high), exact);
     EXPECT_EQ(float_from_bits(split(bits_of(exact)).low), 0.0f);
   }
-  // Of whatever sign and payload: rounding carries over all bits of the last two, which GPUs write.
+  // NaN of any sign and payload stays NaN. In the last two, which GPUs write, rounding carries through all bits.
   for (const uint32_t nan : {0x7fc00000u, 0x7f802000u, 0xffc00000u, 0x7fffffffu, 0xffffffffu}) {
     EXPECT_TRUE(std::isnan(float_from_bits(split(nan).low & kTf32))) << nan;
   }
 }
 
-// A number's TF32 number is at most two thirds of a unit of its last place away, and itself if it is one.
-TEST(Tf32, RoundedNumbersAreNear) {
+// Rounding to TF32 has an error of at most two thirds of a unit in the last place, and keeps TF32 numbers unchanged.
+TEST(Tf32, RoundsToANearbyNumber) {
   std::mt19937 random(2);
   double sum = 0;
   for (int i = 0; i < 1000000; ++i) {
@@ -210,7 +211,7 @@ TEST(Tf32, RoundedNumbersAreNear) {
     sum += error;
     ASSERT_EQ(rounded_to_tf32(bits & kTf32) & kTf32, bits & kTf32);
   }
-  EXPECT_LT(std::abs(sum), 1e6 * 0x1p-10 / 30);  // no side is favoured much
+  EXPECT_LT(std::abs(sum), 1e6 * 0x1p-10 / 30);  // nearly unbiased
   for (const uint32_t other : {0u, 0x80000000u, 0x7f800000u, 0xff800000u}) {
     EXPECT_EQ(rounded_to_tf32(other) & kTf32, other);
   }
@@ -219,13 +220,13 @@ TEST(Tf32, RoundedNumbersAreNear) {
   }
 }
 
-TEST(TileChoices, FewRowsAGroupTakeSmallTiles) {
+TEST(TileChoices, FewRowsPerGroupUseSmallTiles) {
   const auto choose = [](int64_t R, int64_t E, int bytes, Precision precision) {
     return choose_tile(R, E, 2048, 132, bytes, precision);
   };
   for (const Precision precision : {Precision::highest, Precision::tf32}) {
     for (const int bytes : {2, 4}) {
-      const int64_t split = splits(static_cast<size_t>(bytes), precision) ? 2 : 1;  // its small tiles lose less
+      const int64_t split = splits(static_cast<size_t>(bytes), precision) ? 2 : 1;  // favours small tiles
       EXPECT_EQ(choose(8, 128, bytes, precision), TileChoice::small);
       EXPECT_EQ(choose(128 * 16, 128, bytes, precision), TileChoice::small);
       EXPECT_EQ(choose(split * 128 * 256, 128, bytes, precision), TileChoice::main);
@@ -235,8 +236,8 @@ TEST(TileChoices, FewRowsAGroupTakeSmallTiles) {
   }
 }
 
-// As measured on one H100.
-TEST(TileChoices, FewTilesAreSmallOnes) {
+// Thresholds measured on one H100.
+TEST(TileChoices, FewTilesUseSmallTiles) {
   for (const Precision precision : {Precision::highest, Precision::tf32}) {
     EXPECT_EQ(choose_tile(512, 1, 2048, 132, 4, precision), TileChoice::small);
     EXPECT_EQ(choose_tile(1024, 1, 2048, 132, 4, precision), TileChoice::main);

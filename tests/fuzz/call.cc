@@ -23,7 +23,7 @@ void put(char* to, T value) {
   std::memcpy(to, &value, sizeof(value));
 }
 
-// extreme: as large and as small as a dtype has them, too.
+// extreme: also the largest and smallest numbers of a dtype.
 enum class SpecialNumbers { nan_and_zeros, infinities, extreme };
 
 uint16_t float16_bits(Random& random, bool special, SpecialNumbers which) {
@@ -53,7 +53,7 @@ int64_t index_value(Random& random, int64_t limit, bool special) {
   return random.one_of<int64_t>({INT32_MIN, INT32_MAX, -2, limit + 1, static_cast<int32_t>(random.bits())});
 }
 
-// specials: how many of the elements.
+// specials: fraction of the elements that are special numbers.
 void fill_values(Random& random, double specials, SpecialNumbers which, const Operand& operand,
                  std::vector<char>* content) {
   const size_t size = element_size(operand.view.dtype);
@@ -74,7 +74,7 @@ void fill_values(Random& random, double specials, SpecialNumbers which, const Op
       case AB_BOOL: *to = random.chance(0.5) ? 1 : 0; break;
       default: *to = static_cast<char>(random.bits()); break;
     }
-    // A negative number loses its sign, a negative index becomes 0.
+    // Clear the sign of a negative float; replace a negative index by 0.
     if (operand.nonnegative && (to[size - 1] & 0x80) != 0) {
       if (operand.view.dtype >= AB_FLOAT16) {
         to[size - 1] = static_cast<char>(to[size - 1] & 0x7f);
@@ -85,7 +85,7 @@ void fill_values(Random& random, double specials, SpecialNumbers which, const Op
   }
 }
 
-// Puts -1 where an int32 stands for the second time.
+// Replaces repeated int32 values by -1.
 void make_distinct(std::vector<char>* content) {
   std::set<int32_t> seen;
   for (size_t i = 0; i + sizeof(int32_t) <= content->size(); i += sizeof(int32_t)) {
@@ -153,20 +153,20 @@ void Call::cut() {
 }
 
 std::vector<char> Call::args() const {
-  constexpr size_t kMostOfAStruct = 4096;
+  constexpr size_t kMostStructBytes = 4096;
   const size_t claimed = *reinterpret_cast<const size_t*>(args_.data());
-  std::vector<char> bytes(std::clamp(claimed, sizeof(size_t), kMostOfAStruct), 0);
+  std::vector<char> bytes(std::clamp(claimed, sizeof(size_t), kMostStructBytes), 0);
   std::memcpy(bytes.data(), args_.data(), std::min(bytes.size(), args_size));
   return bytes;
 }
 
-// Lets an input have part of the memory of one before it.
+// Lets an input share memory with an earlier input.
 bool Call::share(Random& random, Operand* operand) {
   const size_t bytes = static_cast<size_t>(small_bytes(operand->view));
   for (Operand& other : operands) {
     if (&other == operand) return false;
     const bool fits = !other.output && other.view.dtype == operand->view.dtype && other.content.size() >= bytes;
-    if (!fits || bytes == 0 || !random.chance(0.1) || is_taken_over(other)) continue;
+    if (!fits || bytes == 0 || !random.chance(0.1) || is_aliased_by_output(other)) continue;
     const size_t size = element_size(operand->view.dtype);
     const auto last = static_cast<int64_t>((other.content.size() - bytes) / size);
     operand->view.data = other.memory.data() + static_cast<size_t>(random.between(0, last)) * size;
@@ -182,21 +182,21 @@ void Call::allocate(Random& random) {
                                : has_infinities ? SpecialNumbers::infinities
                                                 : SpecialNumbers::nan_and_zeros;
   for (Operand& operand : operands) {
-    if (mutated) operand.in = nullptr;  // the two may no longer go together
+    if (mutated) operand.in = nullptr;  // the mutated shapes may no longer match
     if (operand.in != nullptr) {
       operand.view.data = operand.in->view.data;
       continue;
     }
     const int64_t bytes = small_bytes(operand.view);
     if (bytes < 0 || (bytes == 0 && random.chance(0.5))) continue;
-    const bool may_share = !operand.output && !operand.distinct && !operand.derive && !is_taken_over(operand);
+    const bool may_share = !operand.output && !operand.distinct && !operand.derive && !is_aliased_by_output(operand);
     if (may_share && share(random, &operand)) continue;
     const size_t size = element_size(operand.view.dtype);
     const size_t shift = random.chance(0.5) ? static_cast<size_t>(random.between(1, 15)) * size : 0;
     operand.memory.allocate(static_cast<size_t>(bytes), shift);
     operand.view.data = operand.memory.data();
     operand.content.resize(static_cast<size_t>(bytes));
-    if (operand.output && !operand.is_kept()) continue;
+    if (operand.output && !operand.keeps_content()) continue;
     const bool is_number = operand.view.dtype >= AB_FLOAT16;
     const bool may_be_special = has_specials && (is_extreme || !operand.finite);
     const bool special = is_number ? may_be_special && random.chance(0.5) : random.chance(0.2);
@@ -206,7 +206,7 @@ void Call::allocate(Random& random) {
   }
 }
 
-bool Call::is_taken_over(const Operand& operand) const {
+bool Call::is_aliased_by_output(const Operand& operand) const {
   return std::any_of(operands.begin(), operands.end(),
                      [&](const Operand& other) { return other.in == &operand && other.is_given(); });
 }
@@ -214,7 +214,7 @@ bool Call::is_taken_over(const Operand& operand) const {
 void Call::reset(uint64_t garbage) {
   for (Operand& operand : operands) {
     if (operand.content.empty()) continue;
-    if (operand.output && !operand.is_kept()) {
+    if (operand.output && !operand.keeps_content()) {
       fill_garbage(operand.memory.data(), operand.content.size(), garbage);
     } else {
       std::memcpy(operand.memory.data(), operand.content.data(), operand.content.size());
@@ -224,7 +224,7 @@ void Call::reset(uint64_t garbage) {
 
 const Operand* Call::changed_input() const {
   for (const Operand& operand : operands) {
-    if (operand.output || is_taken_over(operand) || operand.content.empty()) continue;
+    if (operand.output || is_aliased_by_output(operand) || operand.content.empty()) continue;
     if (std::memcmp(operand.memory.data(), operand.content.data(), operand.content.size()) != 0) return &operand;
   }
   return nullptr;
@@ -235,7 +235,7 @@ const Operand* Call::written_output(uint64_t garbage) const {
   for (const Operand& operand : operands) {
     if (!operand.output || operand.content.empty()) continue;
     expected = operand.content;
-    if (!operand.is_kept()) fill_garbage(expected.data(), expected.size(), garbage);
+    if (!operand.keeps_content()) fill_garbage(expected.data(), expected.size(), garbage);
     if (std::memcmp(operand.memory.data(), expected.data(), expected.size()) != 0) return &operand;
   }
   return nullptr;

@@ -1,4 +1,4 @@
-// One call of the C interface: its struct, its tensors and their memory, exactly as large as the shapes say.
+// One call of the C interface: its struct, its tensors, and their memory, allocated at its exact size.
 #pragma once
 
 #include <cstring>
@@ -13,7 +13,7 @@
 
 namespace anabranch::fuzz {
 
-// Whether the CUDA code is called, on tests/emulation's GPU.
+// Whether the calls run CUDA code on the emulated GPU of tests/emulation.
 #if defined(ANABRANCH_FUZZ_EMULATED)
 constexpr bool kEmulated = true;
 #else
@@ -22,30 +22,30 @@ constexpr bool kEmulated = false;
 
 struct Operand {
   std::string name;
-  const ab_tensor** field = nullptr;  // of the struct, which names it or is NULL
+  const ab_tensor** field = nullptr;  // field of the struct; points to the view or is NULL
   ab_tensor view{};
   bool output = false;
-  const int32_t* skips = nullptr;  // an option that, if 1, leaves some elements to chance
-  std::function<bool()> is_read;   // of an output, as the options are: whether what stands there matters
-  int64_t limit = 0;               // indices are about [-1, limit]
-  bool distinct = false;           // no index stands there twice, -1 excepted
+  const int32_t* skips = nullptr;  // an option that, if 1, leaves some elements undefined
+  std::function<bool()> is_read;   // for an output: whether the call reads it, with the current options
+  int64_t limit = 0;               // most indices are in [-1, limit]
+  bool distinct = false;           // no index appears twice, except -1
   bool nonnegative = false;
   bool finite = false;                        // unless the call is extreme
-  std::function<void(char* content)> derive;  // from the operands before it, unless the call is mutated
+  std::function<void(char* content)> derive;  // computes the content from earlier operands, unless the call is mutated
   const Operand* in = nullptr;                // the operand whose memory it shares
-  std::vector<int64_t> strides;               // where there are any
+  std::vector<int64_t> strides;               // storage for view.strides, if any
 
-  // How an output is compared with the other backend's (compare.h).
-  bool exact = false;  // to the bit
-  double scale = 0.0;  // the size of the terms of its sums, which may cancel; 0: its own largest element
-  std::function<std::string(const char* content)> fault;  // instead: what is wrong with it
+  // How an output is compared with that of the other backend (compare.h).
+  bool exact = false;  // bit for bit
+  double scale = 0.0;  // magnitude of the terms of its sums, which may cancel; 0: its largest element
+  std::function<std::string(const char* content)> fault;  // replaces the comparison: describes an error, if any
 
-  Memory memory;              // none: it shares another operand's
-  std::vector<char> content;  // what an input holds, and an output that is kept
+  Memory memory;              // empty if it shares the memory of another operand
+  std::vector<char> content;  // content of an input, or of an output that the call reads
 
   bool is_given() const { return *field == &view; }
   bool is_compared() const { return output && is_given() && (skips == nullptr || *skips == 0); }
-  bool is_kept() const { return is_read && is_read(); }
+  bool keeps_content() const { return is_read && is_read(); }
 };
 
 struct Operation;
@@ -69,13 +69,13 @@ class Call {
   // The size that the struct claims.
   size_t& size() { return *reinterpret_cast<size_t*>(args_.data()); }
 
-  // What stands past the size that the struct claims is not given.
+  // Marks operands whose fields lie past the claimed size as not passed.
   void cut();
 
-  // The struct in memory of the size that it claims.
+  // Returns the struct in memory of its claimed size.
   std::vector<char> args() const;
 
-  // Its fields as the callee sees them: what stands past the size that the struct claims is zero.
+  // Returns the fields as the callee sees them: fields past the claimed size are zero.
   template <class Args>
   Args args_as() const {
     std::vector<char> bytes = args();
@@ -85,19 +85,19 @@ class Call {
     return fields;
   }
 
-  // Memory and content for every tensor.
+  // Allocates and fills every tensor.
   void allocate(Random& random);
 
-  // Inputs as they were, garbage in outputs.
+  // Restores the inputs and fills outputs with garbage.
   void reset(uint64_t garbage);
 
-  // The first input that is no longer what it was; nullptr: none.
+  // Returns the first input that has changed, or nullptr.
   const Operand* changed_input() const;
-  // The first output that is no longer the garbage.
+  // Returns the first output that no longer contains the garbage, or nullptr.
   const Operand* written_output(uint64_t garbage) const;
-  // The bytes of all outputs that can be compared.
+  // Returns the bytes of all comparable outputs.
   std::vector<std::vector<char>> results() const;
-  // The first operand beside whose memory something was written.
+  // Returns the first operand with a damaged guard zone, or nullptr.
   const Operand* overrun() const;
 
   std::string text() const;
@@ -108,19 +108,19 @@ class Call {
   std::vector<std::pair<const char*, int32_t*>> options;
   std::vector<std::pair<const char*, float*>> numbers;
   bool mutated = false;
-  bool is_extreme = false;        // numbers are so large or small that only exact results can be compared
-  bool has_infinities = true;     // among its numbers, as NaN is
-  bool in_float32 = false;        // the operation computes in float32 whatever the dtypes of its tensors
-  std::function<bool()> is_open;  // whether rounding may decide between very different results
+  bool is_extreme = false;        // has extreme numbers; only exact results can be compared
+  bool has_infinities = true;     // whether special numbers include infinities, besides NaN
+  bool in_float32 = false;        // the operation computes in float32 for all tensor dtypes
+  std::function<bool()> is_open;  // whether rounding may change a selection, so that results differ widely
 
  private:
   bool share(Random& random, Operand* operand);
-  bool is_taken_over(const Operand& operand) const;
+  bool is_aliased_by_output(const Operand& operand) const;
 
   std::vector<uint64_t> args_;
 };
 
-// The bytes of the elements that a view says it has; -1: more than 8 MiB, or no number.
+// Returns the byte count of a view; -1 if it exceeds 8 MiB or is invalid.
 int64_t small_bytes(const ab_tensor& view);
 size_t element_size(int32_t dtype);
 bool has_elements(const ab_tensor& view);
@@ -128,21 +128,21 @@ bool has_elements(const ab_tensor& view);
 struct Operation {
   const char* name;
   const char* args_name;
-  void (*make)(const Operation&, Random&, Call*);  // a call that must succeed
+  void (*make)(const Operation&, Random&, Call*);  // makes a call that must succeed
   ab_status (*run)(const void* args, const ab_exec* exec);
   ab_status (*query)(const void* args, const ab_exec* exec, size_t* bytes);  // or nullptr
-  // The memory of the other backend; nullptr if there is none.
+  // The same functions of the other backend; nullptr if there is none.
   ab_status (*other_run)(const void* args, const ab_exec* exec) = nullptr;
   ab_status (*other_query)(const void* args, const ab_exec* exec, size_t* bytes) = nullptr;
 };
 
-// All of them: operations.cc.
+// All operations, defined in operations.cc.
 extern const std::vector<Operation> kOperations;
 
-// A size that a struct of `size` bytes may claim, right or wrong.
+// Returns a valid or invalid size for a struct of `size` bytes to claim.
 size_t any_struct_size(Random& random, size_t size);
 
-// Breaks something, or not.
+// Mutates the call with a probability of 0.6. A mutated call may still be valid.
 void mutate(Random& random, Call* call);
 
 }  // namespace anabranch::fuzz

@@ -23,23 +23,23 @@ bool is_tf32(const Call& call) {
   });
 }
 
-// Error bound of an element, relative to the largest of its tensor or the terms of its sums.
+// Error bound per element, relative to the largest element of its tensor or to the terms of its sums.
 //
-// Products of matrices: 16 roundings for 16-bit dtypes and TF32, and some hundred for float32, because long sums have
-// that many. What is computed in float32 throughout: 128 roundings, of special functions and sums, and ...
+// GEMMs: 16 roundings for 16-bit dtypes and TF32; some hundred for float32, because long sums have that many.
+// Operations that compute in float32 throughout: 128 roundings, for special functions and sums.
 double tolerance(const Call& call) {
   if (call.in_float32) return 0x1p-17;
   if (has(call, AB_BFLOAT16)) return 0x1p-4;
   return has(call, AB_FLOAT16) || is_tf32(call) ? 0x1p-7 : 1e-4;
 }
 
-// ... one of the result, relative to itself, where that is rounded to 16 bits: a last place.
+// Additional bound relative to the element: one unit in the last place where a float32 result is rounded to 16 bits.
 double last_place(const Call& call, int32_t dtype) {
   if (!call.in_float32) return 0.0;
   return dtype == AB_BFLOAT16 ? 0x1p-7 : dtype == AB_FLOAT16 ? 0x1p-10 : 0.0;
 }
 
-// Numbers that float16 can't hold are infinite on one side earlier than on the other.
+// Near the float16 maximum one backend may overflow to infinity before the other.
 bool overflows(const Call& call, double a, double b) {
   return has(call, AB_FLOAT16) && !(std::abs(a) < 3e4 && std::abs(b) < 3e4) && !std::isnan(a) && !std::isnan(b);
 }
@@ -52,7 +52,7 @@ bool is_near(double a, double b, double bound) {
   return (std::isnan(a) && std::isnan(b)) || a == b || std::abs(a - b) <= bound;
 }
 
-// The first element that differs by too much; empty: none.
+// Describes the first element that differs by more than the bound; empty if there is none.
 std::string difference(const Call& call, const Operand& operand, const char* got, const char* want) {
   const int32_t dtype = operand.view.dtype;
   const size_t size = element_size(dtype);
@@ -74,8 +74,7 @@ std::string difference(const Call& call, const Operand& operand, const char* got
       continue;
     }
     char text[200];
-    std::snprintf(text, sizeof(text), ", element %zu: %.9g on one, %.9g on the other, bound %.3g", at / size, a, b,
-                  bound);
+    std::snprintf(text, sizeof(text), ", element %zu: got %.9g, expected %.9g, bound %.3g", at / size, a, b, bound);
     return text;
   }
   return "";

@@ -1,4 +1,4 @@
-// Results of one backend beside those of the other.
+// Comparison of the results of two backends.
 #pragma once
 
 #include <string>
@@ -10,12 +10,12 @@ namespace anabranch::fuzz {
 
 using Results = std::vector<std::vector<char>>;
 
-// The first element that differs by more than rounding; empty: none. Integers, quantised numbers and what an operand
-// calls exact must be equal, NaN is like any NaN, and other floating-point numbers must be near each other.
+// Describes the first element that differs by more than rounding; empty if there is none. Integers, quantised numbers
+// and operands marked exact must be equal. All NaNs are equal. Other floating-point numbers must be close.
 std::string difference(const Call& call, const Results& got, const Results& want);
 
-// Whether the results of two runs of one backend are the same bits. On an emulated GPU any NaN is like any other: a GPU
-// has one NaN for the results of its arithmetic, the CPU that emulates it has several.
+// Whether two runs of one backend gave the same bits. On an emulated GPU all NaNs are equal: GPU arithmetic produces
+// one NaN bit pattern, the emulating CPU several.
 bool are_same(const Call& call, const Results& first, const Results& second);
 
 }  // namespace anabranch::fuzz

@@ -1,17 +1,16 @@
-// Random calls of the C interface, right and wrong ones: of the CPU's library under AddressSanitizer and UBSan, or of
-// the CUDA code on tests/emulation's GPU, beside the CPU's.
+// Fuzzer of the C interface. Makes random valid and invalid calls of the CPU library (under AddressSanitizer and
+// UBSan), or of the CUDA code on the emulated GPU of tests/emulation, compared with the CPU library.
 //
-// What must hold of every call:
-// - nothing outside a tensor or the workspace is touched, nothing is undefined (the sanitizers, or guard zones),
-// nothing
-//   hangs;
-// - a call that breaks no rule is served, and again, with other garbage in outputs and workspace and other numbers of
-//   threads, with the same bits;
-// - a call that is refused has written nothing, and its message begins with the name of an argument;
-// - the query for the workspace agrees with the call; inputs are never written;
-// - both backends refuse the same calls with the same words, and their results are near each other.
+// Checks for every call:
+// - It accesses nothing outside tensors and workspace, has no undefined behaviour (sanitizers or guard zones), and does
+//   not hang.
+// - A valid call succeeds. A second run with other garbage in outputs and workspace, and another number of threads,
+//   gives the same bits.
+// - A refused call writes nothing, and its message starts with the name of an argument.
+// - The workspace query returns the same status as the call. Inputs are never written.
+// - Both backends refuse the same calls with the same messages, and their results are close.
 //
-// A case follows from its seed alone: fuzz --seed N --cases 1 repeats it.
+// The seed determines a case: `fuzz --seed N --cases 1` repeats it.
 #if defined(__SANITIZE_ADDRESS__)
 #include <sanitizer/asan_interface.h>
 #else
@@ -38,8 +37,8 @@
 namespace anabranch::fuzz {
 namespace {
 
-constexpr size_t kMostWorkspace = size_t{1} << 28;        // calls that need more are not made
-constexpr unsigned kMostSeconds = kEmulated ? 600 : 120;  // of one case, then it hangs
+constexpr size_t kMostWorkspace = size_t{1} << 28;        // calls that need more are skipped
+constexpr unsigned kMostSeconds = kEmulated ? 600 : 120;  // per case; a longer case counts as a hang
 
 uint64_t current_seed = 0;
 const Call* current_call = nullptr;
@@ -47,8 +46,7 @@ const Call* current_call = nullptr;
 void report() {
   std::fprintf(stderr, "fuzz: seed %llu: %s\n", static_cast<unsigned long long>(current_seed),
                current_call == nullptr ? "" : current_call->text().c_str());
-  std::fprintf(stderr, "fuzz: to repeat it: fuzz --seed %llu --cases 1\n",
-               static_cast<unsigned long long>(current_seed));
+  std::fprintf(stderr, "fuzz: to repeat: fuzz --seed %llu --cases 1\n", static_cast<unsigned long long>(current_seed));
 }
 
 [[noreturn]] void fail(const char* what, const char* detail) {
@@ -58,14 +56,15 @@ void report() {
 }
 
 struct Tally {
-  int64_t calls = 0;  // of C functions
+  int64_t calls = 0;  // calls of C functions
   int64_t served = 0;
   int64_t refused = 0;
-  int64_t compared = 0;  // with the other backend
+  int64_t compared = 0;  // calls compared with the other backend
 };
 
-// Workspaces, one at a time, of exactly the bytes that are asked for: the rest of the memory is poisoned, or a guard
-// zone. It is not allocated for each, which would take longer than most calls.
+// Returns a workspace of exactly the requested size, one at a time. The memory around it is poisoned for
+// AddressSanitizer or filled as a guard zone. The memory is reused, because allocating it per call would take longer
+// than most calls.
 constexpr size_t kMargin = 64;
 constexpr char kPattern = 0x5a;
 size_t workspace_bytes = 0;
@@ -79,7 +78,7 @@ void* take_workspace(size_t bytes, uint64_t garbage) {
     std::free(memory);
     size = bytes + 2 * kMargin;
     void* aligned = nullptr;
-    if (posix_memalign(&aligned, kMargin, size) != 0) fail("harness", "no memory for a workspace");
+    if (posix_memalign(&aligned, kMargin, size) != 0) fail("harness", "out of memory for a workspace");
     memory = static_cast<char*>(aligned);
   }
   ASAN_UNPOISON_MEMORY_REGION(memory, size);
@@ -100,7 +99,7 @@ bool is_workspace_intact() {
   return true;
 }
 
-// The order in which an emulated GPU does things, which no result may depend on.
+// Chooses the thread order and copy times of the emulated GPU. No result may depend on them.
 void choose_order([[maybe_unused]] Random& random) {
 #if defined(ANABRANCH_FUZZ_EMULATED)
   emulation::set_options(
@@ -109,7 +108,7 @@ void choose_order([[maybe_unused]] Random& random) {
 #endif
 }
 
-// An ab_exec in memory of the size that it claims.
+// An ab_exec in memory of its claimed size.
 class Exec {
  public:
   Exec(int32_t threads, size_t bytes, uint64_t garbage)
@@ -151,7 +150,7 @@ class Case {
       Exec exec(threads, 0, 0);
       const ab_status status = run(&exec, random_.bits());
       expect_refusal(status);
-      if (status.code != asked.code) fail("the call says something else than its query", status.message);
+      if (status.code != asked.code) fail("the call and its query return different statuses", status.message);
       return;
     }
     if (needed > kMostWorkspace || random_.chance(0.1)) return check_bad_exec(threads, needed);
@@ -162,7 +161,7 @@ class Case {
   }
 
  private:
-  // Few as a rule: workspaces grow with them.
+  // Mostly few threads, because workspaces grow with their number.
   int32_t any_threads() { return static_cast<int32_t>(random_.between(0, random_.chance(0.1) ? 9 : 3)); }
 
   ab_status query(int32_t threads, size_t* needed) {
@@ -173,7 +172,7 @@ class Case {
     return status;
   }
 
-  // A call over garbage; where it is refused, the garbage must still be there.
+  // Runs the call with garbage in the outputs. A refused call must leave the garbage unchanged.
   ab_status run(Exec* exec, uint64_t garbage) {
     call_.reset(garbage);
     choose_order(random_);
@@ -194,7 +193,7 @@ class Case {
   void check_served(int32_t threads, size_t needed) {
     for (const Operand& operand : call_.operands) {
       if (operand.is_given() && operand.view.data == nullptr && has_elements(operand.view)) {
-        fail("a tensor without memory was taken", operand.name.c_str());
+        fail("a tensor without memory was accepted", operand.name.c_str());
       }
     }
     const auto first = call_.results();
@@ -208,7 +207,7 @@ class Case {
     compare_results(first);
   }
 
-  // What one backend refuses the other does, too, unless that call is one that it has no code for.
+  // Both backends must refuse the same calls, except calls that one of them does not support.
   void compare_refusals(const ab_status& asked) {
     if (call_.operation->query == nullptr || call_.operation->other_query == nullptr) return;
     size_t bytes = 0;
@@ -216,7 +215,7 @@ class Case {
     const ab_status other = call_.operation->other_query(args_.data(), exec.get(), &bytes);
     if (asked.code == AB_UNSUPPORTED || other.code == AB_UNSUPPORTED) return;
     if (asked.code != other.code || std::string_view(asked.message) != other.message) {
-      fail("the other backend says something else", (std::string(asked.message) + "; " + other.message).c_str());
+      fail("the other backend returns another status", (std::string(asked.message) + "; " + other.message).c_str());
     }
   }
 
@@ -261,39 +260,39 @@ class Case {
     return "";
   }
 
-  // Too little workspace, none, or one that is not aligned; a struct or a number of threads that cannot be.
+  // Passes a workspace that is too small, null or unaligned, a bad struct size, or a bad number of threads.
   void check_bad_exec(int32_t threads, size_t needed) {
     Exec exec(threads, 128, 0);
     const bool lacks = needed > 0;
-    bool wrong = true;
+    bool invalid = true;
     switch (random_.between(0, 5)) {
       case 0: {
         const size_t size = any_struct_size(random_, sizeof(ab_exec));
         exec.fields().size = size;
         const bool is_larger = size > sizeof(ab_exec) && size <= 4096 && size % 8 == 0;
-        wrong = (size != sizeof(ab_exec) && !is_larger) || needed > 128;
+        invalid = (size != sizeof(ab_exec) && !is_larger) || needed > 128;
         break;
       }
       case 1: exec.fields().num_threads = random_.one_of<int32_t>({-1, -5, 4097, 1 << 30, INT32_MAX, INT32_MIN}); break;
       case 2:
         exec.fields().workspace = nullptr;
         exec.fields().workspace_size = needed;
-        wrong = lacks;
+        invalid = lacks;
         break;
       case 3:
         exec.fields().workspace = static_cast<char*>(exec.fields().workspace) + 8;
         exec.fields().workspace_size = needed;
-        wrong = lacks;
+        invalid = lacks;
         break;
-      default: exec.fields().workspace_size = std::min<size_t>(needed, 128) - (lacks ? 1 : 0); wrong = lacks;
+      default: exec.fields().workspace_size = std::min<size_t>(needed, 128) - (lacks ? 1 : 0); invalid = lacks;
     }
     const ab_status status = run(&exec, random_.bits());
-    if (status.code != AB_OK) return expect_refusal(status, wrong);
-    if (wrong) fail("an ab_exec that cannot be was taken", "");
+    if (status.code != AB_OK) return expect_refusal(status, invalid);
+    if (invalid) fail("an invalid ab_exec was accepted", "");
   }
 
-  void expect_refusal(const ab_status& status, bool exec_is_wrong = false) {
-    if (!call_.mutated && !exec_is_wrong) fail("a right call was refused", status.message);
+  void expect_refusal(const ab_status& status, bool exec_is_invalid = false) {
+    if (!call_.mutated && !exec_is_invalid) fail("a valid call was refused", status.message);
     if (status.code != AB_INVALID_ARGUMENT && status.code != AB_UNSUPPORTED) fail("failed", status.message);
     const std::string_view message(status.message);
     const std::string_view name = message.substr(0, message.find(": got "));
@@ -311,7 +310,7 @@ class Case {
            std::any_of(call_.numbers.begin(), call_.numbers.end(), named) || is_missing_argument(name);
   }
 
-  // Arguments of the operation that this call was made without.
+  // Whether the name may be that of an argument that this call does not pass.
   static bool is_missing_argument(std::string_view name) {
     return !name.empty() &&
            std::all_of(name.begin(), name.end(), [](char c) { return (c >= 'a' && c <= 'z') || c == '_'; });
@@ -327,14 +326,14 @@ struct Settings {
   uint64_t seed = static_cast<uint64_t>(std::time(nullptr));
   double seconds = 10;
   int64_t cases = INT64_MAX;
-  std::vector<uint64_t> first;  // seeds that come before all others
+  std::vector<uint64_t> first;  // seeds to run before all others
 };
 
-// A seed a line; what follows it is a comment.
+// Reads one seed per line. Text after the seed is a comment.
 std::vector<uint64_t> seeds_of(const char* path) {
   std::ifstream file(path);
   if (!file) {
-    std::fprintf(stderr, "fuzz: --seeds: got %s, expected a file that can be read\n", path);
+    std::fprintf(stderr, "fuzz: --seeds: got %s, expected a readable file\n", path);
     std::exit(2);
   }
   std::vector<uint64_t> seeds;
@@ -410,7 +409,7 @@ int run(const Settings& settings) {
 }  // namespace
 }  // namespace anabranch::fuzz
 
-// Threads of OpenMP keep what oneDNN has compiled for them until the process ends.
+// oneDNN's JIT code for OpenMP threads is freed only when the process ends, so leak detection is off.
 extern "C" const char* __asan_default_options() { return "detect_leaks=0"; }
 
 int main(int argc, char** argv) {
@@ -418,6 +417,6 @@ int main(int argc, char** argv) {
 #if defined(__SANITIZE_ADDRESS__)
   __sanitizer_set_death_callback(report);
 #endif
-  std::signal(SIGALRM, [](int) { fail("hangs", "a case took too long"); });
+  std::signal(SIGALRM, [](int) { fail("hang", "a case took too long"); });
   return run(parse(argc, argv));
 }

@@ -1,5 +1,5 @@
-// Memory of a tensor, in which an access outside is seen: AddressSanitizer knows its end. Elsewhere it stands between
-// two guard zones, in which writes are seen.
+// Memory of a tensor that detects out-of-bounds accesses: by AddressSanitizer, or by two guard zones that detect
+// writes.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +17,7 @@ constexpr size_t kGuard = 256;
 
 class Memory {
  public:
-  // `bytes` that begin `shift` bytes behind an aligned address.
+  // Allocates `bytes` bytes that start `shift` bytes after an aligned address.
   void allocate(size_t bytes, size_t shift) {
     begin_ = kGuard + shift;
     end_ = begin_ + bytes;

@@ -1,5 +1,5 @@
-// What callers get wrong: shapes, dtypes, ranks, strides, NULLs, options and sizes of structs, with a taste for numbers
-// whose products wrap.
+// Random caller errors: shapes, dtypes, ranks, strides, NULLs, options and struct sizes. Prefers numbers whose products
+// overflow.
 #include "call.h"
 
 namespace anabranch::fuzz {
@@ -36,7 +36,7 @@ void mutate_axis(Random& random, Operand* operand) {
   operand->view.shape[random.between(0, operand->view.rank - 1)] = odd_size(random);
 }
 
-// The same size everywhere, so that the shapes may still go together.
+// Replaces a size everywhere it occurs, so that the shapes may still match.
 void mutate_size(Random& random, Call* call) {
   const Operand& operand = call->operands[random.bits() % call->operands.size()];
   if (!has_axes(operand)) return;

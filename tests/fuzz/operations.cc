@@ -1,5 +1,5 @@
-// A valid call of every operation, at random. On an emulated GPU sizes are smaller, and products have no FP8, which
-// needs Hopper's tensor cores.
+// Random valid calls of every operation. On the emulated GPU sizes are smaller, and there is no FP8, which requires
+// Hopper's tensor cores.
 #include <algorithm>
 #include <map>
 #include <string>
@@ -17,7 +17,7 @@ namespace {
 
 using Shape = std::vector<int64_t>;
 
-// Names an argument once: its name, and the field.
+// Expands to the name of an argument and its field.
 #define ARGUMENT(field) #field, &args->field
 
 int32_t any_float(Random& random) { return random.one_of<int32_t>({AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}); }
@@ -27,7 +27,7 @@ int32_t any_count(Random& random) {
 }
 int64_t any_width(Random& random) { return random.one_of<int64_t>({0, 1, 3, 8, 17, 64}); }
 
-// Sizes that exist in several operations. Mostly small; sometimes such that there is work for several threads.
+// Sizes shared by several operations. Mostly small; sometimes large enough for several threads.
 struct Sizes {
   int64_t T, E, K, R, D, F, P, B;
 
@@ -44,7 +44,7 @@ struct Sizes {
     P = random.between(1, 2);
     B = T % 5 == 0 && T > 0 && random.chance(0.5) ? 5 : 1;
   }
-  // Of operands that are quantised: few experts, since their matrices are large.
+  // Sizes for quantised operands. Few experts, because each matrix is large.
   static Sizes quantizable(Random& random) {
     Sizes s(random);
     s.T = std::min<int64_t>(s.T, 140);
@@ -56,13 +56,13 @@ struct Sizes {
     return s;
   }
 
-  // Of a router, whose kernels are chosen by E, K and whether T is above 512.
+  // Sizes for the router. E, K and T > 512 select its kernels.
   static Sizes routed(Random& random) {
     Sizes s(random);
     if (!kEmulated) return s;
     if (random.chance(0.1)) s.T = random.one_of<int64_t>({513, 600});
     if (random.chance(0.2)) s.E = random.one_of<int64_t>({128, 200, 256, 390, 512});
-    if (random.chance(0.02)) {  // more than registers hold
+    if (random.chance(0.02)) {  // more experts than fit in registers
       s.T = std::min<int64_t>(s.T, 9);
       s.E = random.one_of<int64_t>({1025, 1100});
     }
@@ -247,7 +247,7 @@ void make_plan(const Operation& operation, Random& random, Call* call) {
     call->input(ARGUMENT(routing_map), bits ? AB_UINT8 : AB_BOOL, {T, bits ? (K + 7) / 8 : K});
     if (random.chance(0.5)) call->output(ARGUMENT(row_id_map), AB_INT32, {T, 2 * s.E + 1});
   } else {
-    if (!kEmulated && random.chance(0.01)) T = 100000 / K;  // several blocks
+    if (!kEmulated && random.chance(0.01)) T = 100000 / K;  // several CTAs
     call->input(ARGUMENT(experts), AB_INT32, {T, K}, s.E);
   }
   if (random.chance(0.7)) call->output(ARGUMENT(tokens_per_expert), AB_INT32, {s.E});
@@ -261,7 +261,7 @@ void make_plan(const Operation& operation, Random& random, Call* call) {
                    {"num_destinations", &args->num_destinations}};
 }
 
-// Indices of slots and rows, which often name each other.
+// Adds gather and scatter indices that often refer to each other.
 void add_maps(const Sizes& s, const ab_tensor** row_of_slot, const ab_tensor** slot_of_row, Call* call) {
   call->input("row_of_slot", row_of_slot, AB_INT32, {s.T, s.K}, s.R);
   if (slot_of_row != nullptr) call->input("slot_of_row", slot_of_row, AB_INT32, {s.R}, s.T * s.K);
@@ -307,7 +307,7 @@ void make_combine_backward(const Operation& operation, Random& random, Call* cal
   call->in_float32 = true;
   if (random.chance(0.8)) call->output(ARGUMENT(d_rows), any_float(random), {s.R, s.D}).exact = true;
   if (d_weights) {
-    // Products of numbers up to 4.
+    // Terms are products of numbers up to 4.
     call->output(ARGUMENT(d_weights), any_float(random), {s.T, s.K}).scale = 16.0 * static_cast<double>(s.D);
   }
 }
@@ -365,10 +365,10 @@ void make_quantize_weights(const Operation& operation, Random& random, Call* cal
   call->options = {{"fp8_scales", &args->fp8_scales}};
 }
 
-// Sizes, and how operands are multiplied: the two go together.
+// Chooses the precision and sizes that it allows.
 template <class Args>
 Sizes choose_precision(Random& random, Args* args, Call* call) {
-  call->has_infinities = false;  // a float32 operand that is infinite gives NaN on some GPUs (cuda.h)
+  call->has_infinities = false;  // an infinite float32 operand gives NaN on some GPUs (cuda.h)
   if (kEmulated || random.chance(0.7)) {
     args->precision = static_cast<int32_t>(random.between(0, 1));
     return Sizes(random);
@@ -378,9 +378,9 @@ Sizes choose_precision(Random& random, Args* args, Call* call) {
   return Sizes::quantizable(random);
 }
 
-// x and w of a product, either of which may be quantised; returns the dtype of what comes of them.
+// Adds x and w of a GEMM, each possibly quantised. Returns the dtype of the result.
 template <class Args>
-int32_t add_factors(const Sizes& s, Random& random, Args* args, Call* call) {
+int32_t add_operands(const Sizes& s, Random& random, Args* args, Call* call) {
   const bool fp8 = args->precision == AB_PRECISION_FP8;
   const int32_t dtype = any_float(random);
   const bool quantized_x = fp8 && random.chance(0.5);
@@ -404,7 +404,7 @@ void make_grouped_matmul(const Operation& operation, Random& random, Call* call)
   auto* args = call->start<ab_grouped_matmul_args>(operation);
   const Sizes s = choose_precision(random, args, call);
   args->transpose_w = static_cast<int32_t>(random.between(0, 1));
-  const int32_t dtype = add_factors(s, random, args, call);
+  const int32_t dtype = add_operands(s, random, args, call);
   call->output(ARGUMENT(y), dtype, {s.R, s.F});
   call->options = {
       {"transpose_w", &args->transpose_w}, {"precision", &args->precision}, {"fp8_scales", &args->fp8_scales}};
@@ -431,7 +431,7 @@ void make_grouped_matmul_combine(const Operation& operation, Random& random, Cal
   args->skip_rest = random.chance(0.3) ? 1 : 0;
   const bool weighted = random.chance(0.5);
   args->weight_early = weighted && random.chance(0.5) ? 1 : 0;
-  const int32_t dtype = add_factors(s, random, args, call);
+  const int32_t dtype = add_operands(s, random, args, call);
   if (random.chance(0.4)) call->input(ARGUMENT(bias), dtype, {s.E, s.F});
   add_maps(s, &args->row_of_slot, &args->slot_of_row, call);
   if (weighted) call->input(ARGUMENT(weights), any_float(random), {s.T, s.K});
@@ -443,19 +443,19 @@ void make_grouped_matmul_combine(const Operation& operation, Random& random, Cal
   }
   Operand& result = call->output(ARGUMENT(out), out, {s.T, s.F});
   result.in = in_place ? addend : nullptr;
-  result.skips = &args->skip_rest;  // maps at random do name the rest
+  result.skips = &args->skip_rest;  // random indices do name tail rows
   call->options = {{"transpose_w", &args->transpose_w}, {"weight_early", &args->weight_early},
                    {"skip_rest", &args->skip_rest},     {"backward", &args->backward},
                    {"precision", &args->precision},     {"fp8_scales", &args->fp8_scales}};
 }
 
-// Quantised weights are made of any.
+// FP8 accepts weights of any float dtype, because it quantises them.
 template <class Args>
 int32_t dtype_of_weights(Random& random, const Args* args, int32_t dtype) {
   return args->precision == AB_PRECISION_FP8 ? any_float(random) : dtype;
 }
 
-// x of the network, which forward takes quantised, too, beside it or in its place.
+// Adds x of the network. The forward pass also accepts quantised rows, with x or instead of it.
 void add_rows(const Shape& shape, Random& random, int32_t dtype, ab_expert_ffn_forward_args* args, Call* call) {
   const bool quantized = args->precision == AB_PRECISION_FP8 && random.chance(0.4);
   if (quantized) {
@@ -468,7 +468,7 @@ void add_rows(const Shape& shape, Random&, int32_t dtype, ab_expert_ffn_backward
   call->input(ARGUMENT(x), dtype, shape);
 }
 
-// What both directions of the feed-forward network read; returns its dtype.
+// Adds the inputs that the forward and backward pass of the expert MLP share. Returns their dtype.
 template <class Args>
 int32_t add_network(const Sizes& s, Random& random, Args* args, Call* call) {
   args->activation = static_cast<int32_t>(random.between(AB_SILU, s.P == 2 ? AB_SITU : AB_LINEAR));
@@ -479,7 +479,7 @@ int32_t add_network(const Sizes& s, Random& random, Args* args, Call* call) {
   const bool by_slot = random.chance(0.5);
   args->topk = by_slot ? static_cast<int32_t>(s.K) : 0;
   add_rows({by_slot ? s.T : s.R, s.D}, random, dtype, args, call);
-  // On a GPU two rows of one slot give either's gradient of its weight.
+  // On a GPU, two rows with the same slot race: d_weights gets the gradient of either.
   if (by_slot) call->input(ARGUMENT(slot_of_row), AB_INT32, {s.R}, s.T * s.K).distinct = kEmulated;
   call->input(ARGUMENT(group_sizes), AB_INT32, {s.E}, 2 * s.R / s.E + 1);
   call->input(ARGUMENT(w_in), dtype_of_weights(random, args, dtype), {s.E, s.D, s.P, s.F});
@@ -492,7 +492,7 @@ int32_t add_network(const Sizes& s, Random& random, Args* args, Call* call) {
   return dtype;
 }
 
-// Quantised weights beside the others, of which forward takes the transposes.
+// Adds quantised weights next to the others. The forward pass requires the transposed ones.
 template <class Args>
 void add_quantized_weights(const Sizes& s, Random& random, bool transposed, Args* args, Call* call) {
   if (args->precision != AB_PRECISION_FP8) return;
@@ -506,14 +506,15 @@ void add_quantized_weights(const Sizes& s, Random& random, bool transposed, Args
   }
 }
 
-// Lets the weights, and what goes with them, lie in memory in one of the layouts of experts.h.
-void lay_out(Random& random, Call* call) {
+// Gives the weights and the tensors that follow their layout one of the memory layouts of experts.h.
+void choose_layout(Random& random, Call* call) {
   const Shape in = random.one_of<Shape>({{0, 1, 2, 3}, {0, 2, 3, 1}, {0, 1, 3, 2}, {0, 3, 2, 1}});
   const Shape out = random.one_of<Shape>({{0, 1, 2}, {0, 2, 1}});
   const bool interleaved = std::find(in.begin(), in.end(), 3) < std::find(in.begin(), in.end(), 2);
-  const Shape hidden = interleaved ? Shape{0, 2, 1} : Shape{0, 1, 2};
-  const std::map<std::string, Shape> orders = {{"w_in", in},  {"d_w_in", in}, {"w_out", out},   {"d_w_out", out},
-                                               {"h", hidden}, {"dh", hidden}, {"b_in", hidden}, {"d_b_in", hidden}};
+  const Shape intermediate = interleaved ? Shape{0, 2, 1} : Shape{0, 1, 2};
+  const std::map<std::string, Shape> orders = {{"w_in", in},           {"d_w_in", in},          {"w_out", out},
+                                               {"d_w_out", out},       {"h", intermediate},     {"dh", intermediate},
+                                               {"b_in", intermediate}, {"d_b_in", intermediate}};
   for (Operand& operand : call->operands) {
     const auto found = orders.find(operand.name);
     if (found == orders.end()) continue;
@@ -537,23 +538,23 @@ void make_expert_ffn_forward(const Operation& operation, Random& random, Call* c
   auto* args = call->start<ab_expert_ffn_forward_args>(operation);
   const Sizes s = choose_precision(random, args, call);
   const int32_t dtype = add_network(s, random, args, call);
-  const bool first_half = random.chance(0.25);
+  const bool without_y = random.chance(0.25);
   const bool weighted = random.chance(0.5);
-  args->weight_early = weighted && (first_half || random.chance(0.5)) ? 1 : 0;
+  args->weight_early = weighted && (without_y || random.chance(0.5)) ? 1 : 0;
   args->skip_rest = random.chance(0.2) ? 1 : 0;
   if (random.chance(0.4)) call->input(ARGUMENT(b_in), dtype, {s.E, s.P, s.F});
-  if (!first_half) call->input(ARGUMENT(w_out), dtype_of_weights(random, args, dtype), {s.E, s.F, s.D});
+  if (!without_y) call->input(ARGUMENT(w_out), dtype_of_weights(random, args, dtype), {s.E, s.F, s.D});
   add_quantized_weights(s, random, true, args, call);
-  if (!first_half && random.chance(0.4)) call->input(ARGUMENT(b_out), dtype, {s.E, s.D});
+  if (!without_y && random.chance(0.4)) call->input(ARGUMENT(b_out), dtype, {s.E, s.D});
   if (weighted) call->input(ARGUMENT(weights), any_float(random), slots_of(s, args));
-  if (!first_half) call->output(ARGUMENT(y), dtype, {s.R, s.D});
+  if (!without_y) call->output(ARGUMENT(y), dtype, {s.R, s.D});
   if (random.chance(0.6)) call->output(ARGUMENT(h), dtype, {s.R, s.P, s.F}).skips = &args->skip_rest;
-  if (first_half || random.chance(0.4)) {
+  if (without_y || random.chance(0.4)) {
     const bool quantized = args->precision == AB_PRECISION_FP8 && random.chance(0.5);
     call->output(ARGUMENT(a), quantized ? int32_t{AB_FLOAT8_E4M3} : dtype, {s.R, s.F}).skips = &args->skip_rest;
     if (quantized) call->output(ARGUMENT(a_scales), AB_FLOAT32, {s.R, s.F / 128}).skips = &args->skip_rest;
   }
-  if (random.chance(0.5)) lay_out(random, call);
+  if (random.chance(0.5)) choose_layout(random, call);
   call->options.push_back({"weight_early", &args->weight_early});
 }
 
@@ -623,7 +624,7 @@ void make_expert_ffn_backward(const Operation& operation, Random& random, Call* 
     if (wants_d_w_out) call->input(ARGUMENT(weighted_a), dtype, {s.R, s.F}).finite = true;
   }
   call->options.push_back({"accumulate", &args->accumulate});
-  if (random.chance(0.5)) lay_out(random, call);
+  if (random.chance(0.5)) choose_layout(random, call);
 }
 
 #undef ARGUMENT
@@ -645,7 +646,7 @@ ab_status query_as(const void* args, const ab_exec* exec, size_t* bytes) {
 }  // namespace
 
 #if defined(ANABRANCH_FUZZ_EMULATED)
-// The CUDA function beside the CPU's, where tests/emulation runs its kernels.
+// The CUDA function together with the CPU function, for tests/emulation.
 #define BESIDE_CPU(name, query, other_query) OPERATION(name, ab_cuda_##name, query, RUN(name, ab_##name), other_query)
 #define WITH_WORKSPACE(name) BESIDE_CPU(name, QUERY(name, ab_cuda_##name), QUERY(name, ab_##name))
 #define WITH_WORKSPACE_ON_CPU(name) BESIDE_CPU(name, nullptr, QUERY(name, ab_##name))

@@ -1,4 +1,4 @@
-// Random choices that one seed decides.
+// Random choices determined by one seed.
 #pragma once
 
 #include <cstddef>

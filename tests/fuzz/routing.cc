@@ -20,7 +20,7 @@ double at(const ab_tensor* tensor, int64_t i) {
 
 double softplus(double z) { return std::max(z, 0.0) + std::log1p(std::exp(-std::abs(z))); }
 
-// Scores of a row of logits.
+// Computes the scores of a row of logits.
 Row scores_of(const Row& z, int32_t score_function) {
   Row s(z.size());
   const double top = *std::max_element(z.begin(), z.end());
@@ -34,7 +34,7 @@ Row scores_of(const Row& z, int32_t score_function) {
   return s;
 }
 
-// The larger first; NaN before all numbers.
+// Descending order; NaN comes before all numbers.
 bool precedes(double a, double b) { return std::isnan(a) ? !std::isnan(b) : a > b; }
 
 class Selection {
@@ -52,7 +52,7 @@ class Selection {
   }
   bool is_masked(int64_t t) const { return args_.token_mask != nullptr && at(args_.token_mask, t) == 0.0; }
 
-  // Of all experts of a token: logits, and scores with their bias.
+  // Reads the logits of token t and computes its scores, with and without bias.
   void read(int64_t t) {
     z_.resize(static_cast<size_t>(E_));
     for (int64_t e = 0; e < E_; ++e) z_[static_cast<size_t>(e)] = at(args_.logits, t * E_ + e);
@@ -67,33 +67,33 @@ class Selection {
   const Row& scores() const { return scores_; }
   const Row& keys() const { return by_score() ? biased_ : z_; }
 
-  // Rounding of one key.
+  // Returns the rounding error of one key.
   double rounding() const {
     double largest = 1.0;
     for (const double q : biased_) largest = std::isfinite(q) ? std::max(largest, std::abs(q)) : largest;
     return (args_.score_function == AB_SOFTMAX ? 32 : 4) * 0x1p-23 * largest;
   }
 
-  // Whether rounding may decide between the groups, or between the experts of those that stay.
+  // Whether rounding may change the selected groups, or the experts selected from them.
   bool is_open() const {
-    std::vector<bool> stays(static_cast<size_t>(E_), true);
-    if (args_.num_groups > 0 && choose_groups(&stays)) return true;
+    std::vector<bool> selected(static_cast<size_t>(E_), true);
+    if (args_.num_groups > 0 && choose_groups(&selected)) return true;
     if (!by_score()) return false;
-    Row left;
+    Row candidates;
     for (size_t e = 0; e < keys().size(); ++e) {
-      if (stays[e]) left.push_back(keys()[e]);
+      if (selected[e]) candidates.push_back(keys()[e]);
     }
-    return is_close(left, args_.topk, rounding());
+    return is_close(candidates, args_.topk, rounding());
   }
 
-  double cutoff() const {
+  double threshold() const {
     Row sorted = keys();
     std::sort(sorted.begin(), sorted.end(), precedes);
     return sorted[static_cast<size_t>(args_.topk)];
   }
 
  private:
-  // Whether two of the first `count` keys and the one after them are not equal, and closer than `rounding`.
+  // Whether two neighbours among the top count + 1 keys differ by less than `rounding` but are not equal.
   static bool is_close(Row keys, int32_t count, double rounding) {
     std::sort(keys.begin(), keys.end(), precedes);
     for (size_t i = 0; i < static_cast<size_t>(count) && i + 1 < keys.size(); ++i) {
@@ -102,8 +102,8 @@ class Selection {
     return false;
   }
 
-  // stays: of each expert, whether its group does. Returns whether rounding may decide it.
-  bool choose_groups(std::vector<bool>* stays) const {
+  // Clears selected[e] if the group of expert e is not selected. Returns whether rounding may change the groups.
+  bool choose_groups(std::vector<bool>* selected) const {
     const Row& keys = groups_by_score() ? biased_ : z_;
     const auto size = static_cast<size_t>(E_ / args_.num_groups);
     struct Group {
@@ -124,7 +124,7 @@ class Selection {
     std::stable_sort(groups.begin(), groups.end(),
                      [](const Group& a, const Group& b) { return precedes(a.score, b.score); });
     for (size_t g = static_cast<size_t>(args_.group_topk); g < groups.size(); ++g) {
-      for (size_t e = 0; e < size; ++e) (*stays)[groups[g].index * size + e] = false;
+      for (size_t e = 0; e < size; ++e) (*selected)[groups[g].index * size + e] = false;
     }
     const Group& last = groups[static_cast<size_t>(args_.group_topk) - 1];
     const double rounding_of_sum = rounding() * group_score_topk_ * group_score_topk_;
@@ -164,7 +164,7 @@ void fill_lse(const Operand& logits, char* lse) {
     for (int64_t e = 0; e < E; ++e) row.push_back(at(&view, t * E + e));
     double top = -kInfinity;
     for (const double z : row) top = std::isnan(z) ? top : std::max(top, z);
-    double sum = 0.0;  // NaN where a logit is NaN or all are infinite, or one is +inf
+    double sum = 0.0;  // NaN if a logit is NaN, one is +inf, or all are infinite
     for (const double z : row) sum += std::exp(z - top);
     const auto value = static_cast<float>(top + std::log(sum));
     std::memcpy(lse + static_cast<size_t>(t) * sizeof(value), &value, sizeof(value));
@@ -174,10 +174,10 @@ void fill_lse(const Operand& logits, char* lse) {
 std::string histogram_fault(const ab_router_forward_args& args, const char* histogram) {
   const double lower = at(args.qb_bin_bounds, 0);
   const double upper = at(args.qb_bin_bounds, 1);
-  if (!(lower < upper) || !std::isfinite(upper - lower)) return "";  // no rule says what is counted then
+  if (!(lower < upper) || !std::isfinite(upper - lower)) return "";  // the contract does not define the counts then
   const int64_t E = args.logits->shape[1];
   const int64_t bins = args.qb_histogram->shape[1];
-  // Of each expert, how many tokens are below the edge of a bin: at least, and at most.
+  // Bounds of the number of tokens below the upper edge of each bin, per expert.
   std::vector<int64_t> least(static_cast<size_t>(E * bins), 0);
   std::vector<int64_t> most(static_cast<size_t>(E * bins), 0);
   Selection selection(args);
@@ -185,9 +185,9 @@ std::string histogram_fault(const ab_router_forward_args& args, const char* hist
     if (selection.is_masked(t)) continue;
     selection.read(t);
     const double per_unit = static_cast<double>(bins) / (upper - lower);
-    const double cutoff = selection.cutoff();
+    const double threshold = selection.threshold();
     for (int64_t e = 0; e < E; ++e) {
-      const double position = (cutoff - selection.scores()[static_cast<size_t>(e)] - lower) * per_unit;
+      const double position = (threshold - selection.scores()[static_cast<size_t>(e)] - lower) * per_unit;
       if (std::isnan(position)) continue;
       const double rounding =
           4 * per_unit * (selection.rounding() + 0x1p-23 * std::max(std::abs(lower), std::abs(upper)));

@@ -1,4 +1,4 @@
-// What rounding may decide in a router's forward pass.
+// The effects that rounding may have on a router's forward pass.
 #pragma once
 
 #include <string>
@@ -8,15 +8,15 @@
 
 namespace anabranch::fuzz {
 
-// Whether two backends may select different experts for some token: the keys of two experts, or the scores of two
-// groups, differ by no more than rounding (docs/semantics.md, Order). Keys that are logits are exact.
+// Whether two backends may select different experts for some token, because the keys of two experts or the scores of
+// two groups differ by no more than rounding (docs/semantics.md, Order). Keys that are logits are exact.
 bool selection_is_open(const ab_router_forward_args& args);
 
-// What is wrong with a histogram of quantile balancing: the number of tokens in the bins up to some bin that rounding
-// cannot explain. Empty: nothing.
+// Describes the first cumulative count of a quantile-balancing histogram that rounding cannot explain; empty if there
+// is none.
 std::string histogram_fault(const ab_router_forward_args& args, const char* histogram);
 
-// The lse of rows of logits.
+// Computes the logsumexp of each row of logits.
 void fill_lse(const Operand& logits, char* lse);
 
 }  // namespace anabranch::fuzz

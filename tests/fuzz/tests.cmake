@@ -1,5 +1,5 @@
-# Tests that run a fuzzer under each setting of the CPU's library (`settings`), each with other cases. Seeds that have
-# failed once (`seeds`) come first in all of them.
+# Adds one fuzzer test per environment setting of the CPU library (file `settings`), each with its own cases. All tests
+# start with the seeds that once failed (file `seeds`).
 set(ANABRANCH_FUZZ_DIR ${CMAKE_CURRENT_LIST_DIR})
 function(anabranch_fuzz_tests program name cases)
   file(STRINGS ${ANABRANCH_FUZZ_DIR}/settings settings)

@@ -1,4 +1,4 @@
-// Elements of tensors as double.
+// Reads tensor elements as double.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// One instruction, one copy at a time: what stands where in shared memory, and what comes out.
+// Tests single instructions and copies: the layout of operands in shared memory, and the results.
 #include <algorithm>
 
 #include "core/cuda/tensor_map.h"
@@ -14,7 +14,7 @@ namespace {
 using namespace anabranch::cuda;
 using namespace anabranch::cuda::hopper;
 
-// Element (i, k) of a factor stored the way of its major, in 16-bit words of the panels from `panels` on.
+// Index of element (i, k) of an operand in its panels, in 16-bit words. `major` gives the operand's orientation.
 __host__ __device__ int word_of(Major major, int i, int k) {
   const int row = major == Major::k ? i % kPanel : k;
   const int column = major == Major::k ? k : i % kPanel;
@@ -95,7 +95,7 @@ int check_majors() {
          check_panels<kColumns, Major::k, Major::mn, Float16>("f16");
 }
 
-// Loads one box and copies the shared memory it fills to `words`.
+// Loads one box by TMA and copies the shared memory that it fills to `words`.
 template <class Coordinates>
 __global__ void load_one(const __grid_constant__ CUtensorMap map, Coordinates at, int bytes, uint16_t* words) {
   extern __shared__ __align__(1024) uint16_t panels[];
@@ -113,7 +113,7 @@ __global__ void load_one(const __grid_constant__ CUtensorMap map, Coordinates at
   for (int i = static_cast<int>(threadIdx.x); i < bytes / 2; i += static_cast<int>(blockDim.x)) words[i] = panels[i];
 }
 
-// words: `rows` x 64 elements in panels; source(row, column) is what should be there.
+// Checks a box of rows x 64 elements in panels. source(row, column) returns the expected element.
 template <class Coordinates, class Source>
 int check_load(const char* name, const CUtensorMap& map, const Coordinates& at, int rows, const Source& source) {
   const int bytes = rows * kSwizzleBytes;
@@ -132,14 +132,14 @@ int check_load(const char* name, const CUtensorMap& map, const Coordinates& at, 
   return failures + comparison.report();
 }
 
-// Numbers that name their place: no two within 65521 elements are the same, none is 0.
-std::vector<uint16_t> places(int64_t count) {
+// Returns numbers that identify their position: distinct within 65521 elements and never 0.
+std::vector<uint16_t> position_numbers(int64_t count) {
   std::vector<uint16_t> values(static_cast<size_t>(count));
   for (int64_t i = 0; i < count; ++i) values[static_cast<size_t>(i)] = static_cast<uint16_t>(i % 65521 + 1);
   return values;
 }
 
-// Writes 64 x kColumns accumulators, element (row, column) = 256 row + column, to rows 0 ... of a tile.
+// Writes 64 x kColumns accumulators to a tile, from its row 0 on. Element (row, column) is 256 row + column.
 template <class Out, int kColumns>
 __global__ void store_subtiles(const __grid_constant__ RowsEpilogue<Out> out, Tile tile, bool zeros) {
   extern __shared__ __align__(1024) char subtiles[];
@@ -231,7 +231,7 @@ int wgmma_panels() { return check_majors<64>() + check_majors<128>() + check_maj
 int loads_of_boxes() {
   constexpr int R = 300;
   constexpr int D = 200;
-  const std::vector<uint16_t> values = places(int64_t{R} * D);
+  const std::vector<uint16_t> values = position_numbers(int64_t{R} * D);
   const DeviceArray<uint16_t> memory(values);
   const auto value = [&](int row, int column) { return values[static_cast<size_t>(row * D + column)]; };
   int failures = 0;
@@ -249,7 +249,7 @@ int loads_of_boxes() {
       return at.row + i < at.end && at.column + j < D ? value(at.row + i, at.column + j) : 0;
     });
   }
-  // The same memory as 3 matrices of 100 rows.
+  // View the same memory as 3 matrices of 100 rows.
   for (const int rows : {64, 256}) {
     failures += fails(make_matrices_map("w", memory.data(), AB_BFLOAT16, 3, 100, D, 64, rows, &map));
     for (const MatrixCoordinates& at : {MatrixCoordinates{0, 0, 1}, {64, 64, 0}, {192, 96, 1}, {128, 50, 2}}) {
@@ -282,7 +282,7 @@ int gathered_rows() {
   constexpr int kSource = 90;
   constexpr int D = 136;
   constexpr int R = 200;
-  const std::vector<uint16_t> values = places(kSource * D);
+  const std::vector<uint16_t> values = position_numbers(kSource * D);
   const DeviceArray<uint16_t> source(values);
   std::mt19937 random(3);
   std::vector<int32_t> rows(R);

@@ -1,7 +1,7 @@
-// hopper_steps: runs every step in a process of its own, so that a crash or a deadlock in one does not hide the others.
+// hopper_steps: runs every step in its own process, so that a crash or a deadlock does not hide the other steps.
 //
-//   hopper_steps        all steps
-//   hopper_steps N      step N alone, in this process
+//   hopper_steps        runs all steps
+//   hopper_steps N      runs only step N, in this process
 #include <csignal>
 
 #include <spawn.h>
@@ -24,9 +24,9 @@ constexpr Step kSteps[] = {
     {"stores of accumulators", stores_of_subtiles},
     {"gathered rows", gathered_rows},
     {"tiles of groups", tiles_of_groups},
-    {"sequences of products", sequences_of_products},
+    {"sequences of GEMMs", sequences_of_gemms},
 };
-constexpr int kMostSeconds = 120;  // of a step
+constexpr int kMostSeconds = 120;  // per step
 constexpr int kCount = static_cast<int>(std::size(kSteps));
 
 constexpr int kSkipped = 77;
@@ -38,8 +38,8 @@ bool has_hopper() {
          cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, 0) == cudaSuccess && major == 9;
 }
 
-// The failures of a step, run by this program anew.
-int run_apart(char* program, int step) {
+// Runs a step in a new process of this program and returns its number of failures.
+int run_in_process(char* program, int step) {
   std::string number = std::to_string(step);
   char* arguments[] = {program, number.data(), nullptr};
   pid_t child = 0;
@@ -60,7 +60,7 @@ int run_apart(char* program, int step) {
 int run_all(char* program) {
   std::string failed;
   for (int i = 0; i < kCount; ++i) {
-    if (run_apart(program, i) != 0) failed += std::string("  ") + std::to_string(i) + " " + kSteps[i].name + "\n";
+    if (run_in_process(program, i) != 0) failed += std::string("  ") + std::to_string(i) + " " + kSteps[i].name + "\n";
   }
   std::printf("\n%s\n%s", failed.empty() ? "ALL STEPS PASSED" : "STEPS THAT FAILED:", failed.c_str());
   return failed.empty() ? 0 : 1;

@@ -1,5 +1,4 @@
-// What steps that run whole products share: operands on the device, the ways to multiply them, sums in double
-// precision.
+// Helpers for steps that run whole GEMMs: device operands, launches, and float64 reference sums.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +19,7 @@ struct Case {
   int64_t N;
 };
 
-// A case on the device, with what comes out.
+// The operands and the result of a case on the device.
 template <class Element>
 struct Operands {
   Operands(const Case& c, unsigned seed)
@@ -32,7 +31,7 @@ struct Operands {
         rows(row_indices(c.R, seed + 2)),
         y(c.R * c.N) {}
 
-  // Row r is row 5 r + 3 of x modulo R, but for some that are none.
+  // Row r reads row (5 r + 3) mod R of x. Some rows get an index out of range.
   static std::vector<int32_t> row_indices(int64_t R, unsigned seed) {
     std::mt19937 random(seed);
     std::vector<int32_t> indices(static_cast<size_t>(R));
@@ -43,7 +42,7 @@ struct Operands {
     return indices;
   }
 
-  RowsProduct product(bool transposed) const {
+  RowsProduct gemm(bool transposed) const {
     RowsProduct p;
     p.x = x.data();
     p.w = w.data();
@@ -67,10 +66,10 @@ struct Operands {
   DeviceArray<uint16_t> y;
 };
 
-// y of the operands, or what is given; overlaps: the kernel may start while the one before it ends.
+// Computes y, by default into the operands' own. overlaps: the kernel may start before the previous one ends.
 template <class Shape, class Element, Major kMajorB, bool kGathers>
 ab_status multiply(const Operands<Element>& operands, uint16_t* y = nullptr, bool overlaps = true) {
-  RowsProduct p = operands.product(kMajorB == Major::k);
+  RowsProduct p = operands.gemm(kMajorB == Major::k);
   if (y != nullptr) p.y = y;
   using A = std::conditional_t<kGathers, GatheredRowOperand, RowOperand>;
   RowsProductOf<Shape, Element, A, kMajorB, RowsEpilogue<Element>> product;
@@ -84,7 +83,7 @@ ab_status multiply(const Operands<Element>& operands, uint16_t* y = nullptr, boo
   return launch_product("grouped product", product, most_tiles(p, product), multiprocessors(), nullptr, overlaps);
 }
 
-// want[r, n] in double precision, and the sum of the sizes of its terms; a thread an element.
+// Computes want[r, n] in float64, and the sum of the magnitudes of its terms. One thread per element.
 template <class Element>
 __global__ void reference(RowsProduct p, const int32_t* rows, double* want, double* scale) {
   const int64_t i = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;

@@ -1,4 +1,5 @@
-// Many tiles a block, launch upon launch: whatever order loads, warpgroups and kernels come in, the products are right.
+// Many tiles per CTA and several launches in a row. Results must not depend on the order in which loads, warpgroups and
+// kernels run.
 #include <iterator>
 #include <memory>
 
@@ -7,7 +8,7 @@
 namespace anabranch::steps {
 namespace {
 
-// Elements that are further from the sums than rounding allows, NaN included.
+// Counts elements whose error exceeds the rounding bound, and NaN.
 template <class Element>
 __global__ void count_wrong(const Element* got, const double* want, const double* scale, int64_t count, double round,
                             unsigned long long* wrong) {
@@ -18,9 +19,9 @@ __global__ void count_wrong(const Element* got, const double* want, const double
   }
 }
 
-constexpr int kLaunches = 4;  // one upon the other
+constexpr int kLaunches = 4;  // back to back
 
-// All that the sequences of one size of sums use.
+// Operands, references and results of one case.
 struct Sequence {
   explicit Sequence(const Case& c, unsigned seed)
       : operands(c, seed), want(c.R * c.N), scale(c.R * c.N), flush(int64_t{128} << 20) {
@@ -28,7 +29,7 @@ struct Sequence {
   }
   void find_sums(bool transposed, bool gathers) const {
     const auto blocks = static_cast<unsigned>((operands.shape.R * operands.shape.N + 255) / 256);
-    reference<BFloat16><<<blocks, 256>>>(operands.product(transposed), gathers ? operands.rows.data() : nullptr,
+    reference<BFloat16><<<blocks, 256>>>(operands.gemm(transposed), gathers ? operands.rows.data() : nullptr,
                                          want.data(), scale.data());
     STEP_CUDA(cudaGetLastError());
   }
@@ -40,12 +41,12 @@ struct Sequence {
   std::vector<std::unique_ptr<DeviceArray<uint16_t>>> results;
 };
 
-// Launches from a cold cache, then from a warm one. Returns how many elements of all results are wrong.
+// Launches kLaunches times, the first with a cold L2 cache. Returns the number of wrong elements in all results.
 template <class Shape, Major kMajorB, bool kGathers>
 int64_t run(const Sequence& s, bool overlaps, int* failures) {
   const DeviceArray<unsigned long long> wrong(std::vector<unsigned long long>{0});
-  for (const auto& y : s.results) y->poison();
-  s.flush.poison();
+  for (const auto& y : s.results) y->fill_with_nan();
+  s.flush.fill_with_nan();
   for (const auto& y : s.results) {
     *failures += fails(multiply<Shape, BFloat16, kMajorB, kGathers>(s.operands, y->data(), overlaps));
   }
@@ -83,8 +84,8 @@ int run_shapes(const Sequence& s) {
 
 }  // namespace
 
-// Sums over 1 to 9 k-blocks: fewer than the ring has stages, as many, more; the last one full or not.
-int sequences_of_products() {
+// Sums over 1 to 9 k-blocks: fewer than, equal to and more than the pipeline stages; the last one full or partial.
+int sequences_of_gemms() {
   int failures = 0;
   for (const int64_t D : {64, 128, 192, 200, 256, 320, 384, 448, 512, 520}) {
     const Case c{{0, 1, 5000, 129, 0, 3333, 64, 7000, 65, 2500, 128, 127, 0, 4096, 9000, 300}, 33000, D, 776};

@@ -1,4 +1,4 @@
-// Checks of the Hopper kernels from the smallest part up, so that the first step that fails tells where to look.
+// Checks of the Hopper kernels, ordered from the smallest part up. The first step that fails shows where to look.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -22,13 +22,13 @@ struct Step {
   int (*run)();
 };
 
-int tensor_maps();            // tensor_map.h: the driver takes the maps
-int wgmma_panels();           // descriptors, majors, widths
-int loads_of_boxes();         // TMA to shared memory, swizzle, windows, zeros outside
-int stores_of_subtiles();     // accumulators to memory, windows
-int gathered_rows();          // cp.async to shared memory, indices out of range
-int tiles_of_groups();        // every tile once
-int sequences_of_products();  // many tiles per CTA, launch after launch, contractions shorter and longer than the ring
+int tensor_maps();         // tensor_map.h: the driver accepts the tensor maps
+int wgmma_panels();        // descriptors, majors, widths
+int loads_of_boxes();      // TMA to shared memory, swizzle, windows, zeros outside
+int stores_of_subtiles();  // accumulators to memory, windows
+int gathered_rows();       // cp.async to shared memory, indices out of range
+int tiles_of_groups();     // every tile appears once
+int sequences_of_gemms();  // many tiles per CTA, back-to-back launches, K shorter and longer than the pipeline
 
 #define STEP_CUDA(expression)                                                                              \
   do {                                                                                                     \
@@ -46,13 +46,13 @@ inline int multiprocessors() {
   return count;
 }
 
-// Prints a status that is not ok; 1 for it, else 0.
+// Prints a status that is an error. Returns 1 for an error, else 0.
 inline int fails(const ab_status& status) {
   if (status.code != AB_OK) std::printf("  status %d: %s\n", status.code, status.message);
   return status.code == AB_OK ? 0 : 1;
 }
 
-// An array on the device between two guard zones, all bytes 0xff (NaN, -1) at first.
+// A device array between two guard zones. All bytes are 0xff (NaN, -1) at first.
 template <class T>
 class DeviceArray {
  public:
@@ -68,9 +68,9 @@ class DeviceArray {
   DeviceArray& operator=(const DeviceArray&) = delete;
 
   T* data() const { return reinterpret_cast<T*>(memory_ + kGuard); }
-  void poison() const { STEP_CUDA(cudaMemset(data(), 0xff, bytes_)); }
+  void fill_with_nan() const { STEP_CUDA(cudaMemset(data(), 0xff, bytes_)); }
 
-  // Both wait for the device and say so when a guard zone was written.
+  // Both functions wait for the device and report a guard zone that was written.
   std::vector<T> fetch(int* failures) const {
     check_guards(failures);
     std::vector<T> values(bytes_ / sizeof(T));
@@ -93,7 +93,7 @@ class DeviceArray {
   size_t bytes_;
 };
 
-// Random numbers in [-1, 1) as bits of a 16-bit type.
+// Returns random numbers in [-1, 1) as the bits of a 16-bit type.
 template <class Element>
 std::vector<uint16_t> random_bits(int64_t count, unsigned seed) {
   std::mt19937 random(seed);
@@ -108,7 +108,7 @@ float value_of(uint16_t bits) {
   return to_float(Element{bits});
 }
 
-// Counts values that differ, prints the first few.
+// Counts values that differ and prints the first 6.
 class Comparison {
  public:
   explicit Comparison(const char* what) : what_(what) {}
@@ -130,7 +130,7 @@ class Comparison {
     check(got == want, i, j, static_cast<double>(got), static_cast<double>(want));
   }
 
-  // 1 if anything was wrong.
+  // Returns 1 if any value was wrong.
   int report(bool always = true) const {
     if (always || wrong_ > 0) {
       std::printf("  %-4s %s: %lld of %lld wrong, largest error %.3g\n", wrong_ == 0 ? "ok" : "BAD", what_,

@@ -1,4 +1,4 @@
-// The tiles that blocks find against those that there should be.
+// The tiles that the scheduler assigns to CTAs, against the expected set.
 #include <algorithm>
 #include <map>
 #include <tuple>
@@ -14,7 +14,7 @@ using namespace anabranch::cuda;
 constexpr int kRows = 128;
 constexpr int kColumns = 192;
 
-// One warp a block, kBlocks a cluster; tiles[i * kBlocks + b]: the i-th tile of the cluster's block b.
+// Launch with one warp per CTA and kBlocks CTAs per cluster. tiles[i * kBlocks + b] is the i-th tile of CTA b.
 template <int kBlocks>
 __global__ void list_tiles(RowTiles row_tiles, Tile* tiles, int most, int* count) {
   RowTileScheduler<kRows, kColumns, kBlocks> scheduler(row_tiles);
@@ -46,7 +46,7 @@ int check_tiles(const char* name, const std::vector<int32_t>& sizes, int R, int 
   const std::vector<Tile> got = tiles.fetch(&failures);
   const int found = count.fetch(&failures)[0];
 
-  // (row, column) -> (expert, end of the group)
+  // Maps (row, column) to (expert, end of the group).
   std::map<std::pair<int, int>, std::pair<int, int>> want;
   int64_t begin = 0;
   for (int e = 0; e <= E; ++e) {
@@ -69,7 +69,7 @@ int check_tiles(const char* name, const std::vector<int32_t>& sizes, int R, int 
       comparison.same(i, 6, tile.column, first.column);
       comparison.same(i, 7, tile.expert, first.expert);
     }
-    if (tile.end_row == tile.row) {  // a last tile without a neighbour
+    if (tile.end_row == tile.row) {  // the last tile has no neighbour
       comparison.check(kBlocks == 2 && i % 2 == 1 && tile.multicasts_b == 0 && tile.column >= N, i, 8, tile.column, N);
       continue;
     }

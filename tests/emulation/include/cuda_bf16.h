@@ -1,4 +1,4 @@
-// What the project uses of pairs of bfloat16, on the emulator.
+// The bfloat16 pair functions that the project uses, on the emulator.
 #pragma once
 
 #include <cmath>
@@ -26,19 +26,19 @@ inline float __low2float(__nv_bfloat162 pair) { return __bfloat162float(pair.x);
 inline float __high2float(__nv_bfloat162 pair) { return __bfloat162float(pair.y); }
 
 template <class F>
-__nv_bfloat162 of_halves(__nv_bfloat162 a, __nv_bfloat162 b, const F& f) {
+__nv_bfloat162 map_halves(__nv_bfloat162 a, __nv_bfloat162 b, const F& f) {
   return __floats2bfloat162_rn(f(__low2float(a), __low2float(b)), f(__high2float(a), __high2float(b)));
 }
-// These pass NaN over, ...
+// These return the number if one operand is NaN.
 inline __nv_bfloat162 __hmax2(__nv_bfloat162 a, __nv_bfloat162 b) {
-  return of_halves(a, b, [](float x, float y) { return std::fmax(x, y); });
+  return map_halves(a, b, [](float x, float y) { return std::fmax(x, y); });
 }
 inline __nv_bfloat162 __hmin2(__nv_bfloat162 a, __nv_bfloat162 b) {
-  return of_halves(a, b, [](float x, float y) { return std::fmin(x, y); });
+  return map_halves(a, b, [](float x, float y) { return std::fmin(x, y); });
 }
-// ... and this one keeps it.
+// Returns NaN if an operand is NaN.
 inline __nv_bfloat162 __hmax2_nan(__nv_bfloat162 a, __nv_bfloat162 b) {
-  return of_halves(a, b, [](float x, float y) { return std::isnan(x) || std::isnan(y) ? NAN : std::fmax(x, y); });
+  return map_halves(a, b, [](float x, float y) { return std::isnan(x) || std::isnan(y) ? NAN : std::fmax(x, y); });
 }
 inline unsigned __hge2_mask(__nv_bfloat162 a, __nv_bfloat162 b) {
   return (__low2float(a) >= __low2float(b) ? 0xffffu : 0u) | (__high2float(a) >= __high2float(b) ? 0xffff0000u : 0u);

@@ -1,4 +1,4 @@
-// What the project uses of the CUDA runtime and of CUDA C++, on the emulator.
+// The parts of the CUDA runtime and of CUDA C++ that the project uses, on the emulator.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@
 #define __global__
 #define __shared__ static
 #define __forceinline__ inline __attribute__((always_inline))
-#define __noinline__  // also a word of the standard library
+#define __noinline__  // the standard library also uses this name
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __align__(bytes) alignas(bytes)
@@ -51,40 +51,40 @@ struct dim3 {
 inline void __syncthreads() { emulation::sync_block(); }
 inline void __syncwarp(unsigned = 0) {
   const char nothing = 0;
-  emulation::show(&nothing, 1);
+  emulation::publish(&nothing, 1);
 }
-// width: so many lanes, a power of two, are among themselves.
+// width: a power of two; lanes exchange values within groups of this size.
 template <class T>
 T __shfl_sync(unsigned, T value, int lane, int width = 32) {
   const int own = static_cast<int>(threadIdx.x % 32);
-  return emulation::of_lane(value, own / width * width + lane % width);
+  return emulation::value_of_lane(value, own / width * width + lane % width);
 }
 template <class T>
 T __shfl_xor_sync(unsigned, T value, int bits) {
-  return emulation::of_lane(value, static_cast<int>(threadIdx.x % 32) ^ bits);
+  return emulation::value_of_lane(value, static_cast<int>(threadIdx.x % 32) ^ bits);
 }
 template <class T>
 T __shfl_up_sync(unsigned, T value, int distance, int width = 32) {
   const int lane = static_cast<int>(threadIdx.x % 32);
-  return emulation::of_lane(value, lane % width < distance ? lane : lane - distance);
+  return emulation::value_of_lane(value, lane % width < distance ? lane : lane - distance);
 }
 template <class T>
 T __shfl_down_sync(unsigned, T value, int distance, int width = 32) {
   const int lane = static_cast<int>(threadIdx.x % 32);
-  return emulation::of_lane(value, lane % width + distance >= width ? lane : lane + distance);
+  return emulation::value_of_lane(value, lane % width + distance >= width ? lane : lane + distance);
 }
 inline unsigned __ballot_sync(unsigned, int predicate) {
   const char mine = predicate != 0;
-  const char (*shown)[64] = emulation::show(&mine, 1);
+  const char (*published)[64] = emulation::publish(&mine, 1);
   unsigned lanes = 0;
-  for (int lane = 0; lane < 32; ++lane) lanes |= static_cast<unsigned>(shown[lane][0]) << lane;
+  for (int lane = 0; lane < 32; ++lane) lanes |= static_cast<unsigned>(published[lane][0]) << lane;
   return lanes;
 }
 inline unsigned __match_any_sync(unsigned, int value) {
-  const char (*shown)[64] = emulation::show(&value, sizeof(value));
+  const char (*published)[64] = emulation::publish(&value, sizeof(value));
   unsigned lanes = 0;
   for (int lane = 0; lane < 32; ++lane) {
-    lanes |= static_cast<unsigned>(std::memcmp(shown[lane], &value, sizeof(value)) == 0) << lane;
+    lanes |= static_cast<unsigned>(std::memcmp(published[lane], &value, sizeof(value)) == 0) << lane;
   }
   return lanes;
 }
@@ -147,7 +147,7 @@ T atomicMax(T* at, T value) {
 inline unsigned __float_as_uint(float value) { return __builtin_bit_cast(unsigned, value); }
 inline int __float_as_int(float value) { return __builtin_bit_cast(int, value); }
 inline float __uint_as_float(unsigned bits) { return __builtin_bit_cast(float, bits); }
-// Rounded down: the sum in double is exact, or off by so little that only the digits of float count.
+// Rounds down. The double sum is exact, or its error does not affect the float digits.
 inline float __fadd_rd(float a, float b) {
   const double sum = static_cast<double>(a) + b;
   const auto nearest = static_cast<float>(sum);
@@ -162,7 +162,7 @@ inline float __fmul_rn(float a, float b) { return a * b; }
 inline void cudaGridDependencySynchronize() {}
 inline void cudaTriggerProgrammaticLaunchCompletion() {}
 
-// --- the runtime: one device of compute capability 8.0, whose memory is the host's
+// --- The runtime: one device of compute capability 8.0. Its memory is host memory.
 enum cudaError_t {
   cudaSuccess,
   cudaErrorInvalidValue,
@@ -182,7 +182,7 @@ enum cudaDeviceAttr {
   cudaDevAttrMaxSharedMemoryPerMultiprocessor,
   cudaDevAttrMaxSharedMemoryPerBlockOptin
 };
-constexpr int kMostSharedBytes = 99 << 10;  // of a block, on the smallest devices
+constexpr int kMostSharedBytes = 99 << 10;  // per block, on devices with the least
 struct cudaFuncAttributes {
   int ptxVersion = 80;
 };
@@ -276,7 +276,7 @@ inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
 inline cudaError_t cudaStreamDestroy(cudaStream_t) { return cudaSuccess; }
 inline cudaError_t cudaStreamSynchronize(cudaStream_t) { return cudaSuccess; }
 inline cudaError_t cudaStreamBeginCapture(cudaStream_t, cudaStreamCaptureMode) { return cudaSuccess; }
-// What is captured runs at once, and once.
+// Captured work runs once, during the capture.
 inline cudaError_t cudaStreamEndCapture(cudaStream_t, cudaGraph_t* graph) {
   *graph = nullptr;
   return cudaSuccess;

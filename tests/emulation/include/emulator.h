@@ -1,9 +1,8 @@
-// A GPU for tests where there is none: runs kernels on the CPU, a block at a time, every thread as a fiber that gives
-// way where it waits for others.
+// An emulated GPU for tests without one. Runs kernels on the CPU, one block at a time. Each thread is a fiber that
+// yields where it waits for other threads.
 //
-// It has no sense of time, so what it finds it finds by doing things in the least convenient order: the order in which
-// threads run, and when asynchronous copies take place, are options of a run. Only what all threads wait for is
-// ordered.
+// It does not model time. Instead, options choose the order in which threads run and when asynchronous copies take
+// effect, so that a missing barrier or wait shows in the results. Only barriers and waits order the threads.
 #pragma once
 
 #include <cstdint>
@@ -18,42 +17,42 @@ struct Dim3 {
   unsigned z = 1;
 };
 
-// How the threads of a block take turns: by number, the other way round, or shuffled anew at every turn.
+// The order in which the threads of a block run: ascending, descending, or shuffled anew every round.
 enum class Order { forward, backward, shuffled };
-// When a copy takes place: as soon as it is started, or only when somebody waits for it.
+// When an asynchronous copy takes effect: when it is issued, or only when a thread waits for it.
 enum class Copies { early, late };
 struct Options {
   Order order = Order::forward;
   Copies copies = Copies::late;
 };
-// Of all launches from now on.
+// Sets the options of all later launches.
 void set_options(Options options);
 
-// Of the thread that runs.
+// Built-in variables of the running thread.
 extern Dim3 thread_index;
 extern Dim3 block_index;
 extern Dim3 block_size;
 extern Dim3 grid_size;
-char* shared_memory();  // of its block, which asked for it
+char* shared_memory();  // dynamic shared memory of the running block
 size_t shared_bytes();
 
 void run_grid(int64_t blocks, int threads, size_t shared_bytes, const std::function<void()>& kernel);
 
 void sync_block();
-// Waits until `threads` threads of the block have called it with the same barrier, which is 0 to 15.
+// Waits until `threads` threads of the block have called it with the same named barrier, 0 to 15.
 void sync_threads(int barrier, int threads);
-// Shows `bytes` to the other lanes of the warp, which all call it, and returns what lane i shows: [32] of 64 bytes,
-// until the lane's next call but one.
-const char (*show(const void* value, size_t bytes))[64];
+// Exchanges values within a warp; all lanes call it. Returns the bytes that each lane passed, as [32][64]. The result
+// is valid until the second next call of the lane.
+const char (*publish(const void* value, size_t bytes))[64];
 
 template <class T>
-T of_lane(const T& value, int lane) {
+T value_of_lane(const T& value, int lane) {
   T result;
-  std::memcpy(&result, show(&value, sizeof(T))[lane & 31], sizeof(T));
+  std::memcpy(&result, publish(&value, sizeof(T))[lane & 31], sizeof(T));
   return result;
 }
 
-// A copy of `bytes` and zeros up to `room`; in the group that is open.
+// Adds an asynchronous copy to the open group: `bytes` bytes, then zeros up to `room`.
 void start_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t room);
 void end_group();
 void wait_for_groups(int pending);

@@ -122,8 +122,8 @@ def test_help_has_the_operations_own_options_alone(operation, capsys):
     "arguments, message",
     [
         (["router", "--rows", "8"], "argument --rows: got '8', expected E,K such as 128,8"),
-        (["router", "--tokens", "0"], "argument --tokens: got '0', expected a whole number of at least 1"),
-        (["router", "--rows", "7,3"], "--rows: got 7,3, expected out of 8,2 64,8"),
+        (["router", "--tokens", "0"], "argument --tokens: got '0', expected an integer of at least 1"),
+        (["router", "--rows", "7,3"], "--rows: got 7,3, expected one of 8,2 64,8"),
         (["plan", "--rows", "2,3"], "--rows: got 2,3, expected E,K with K <= E"),
         (["layer", "--rows", "8,2"], "unrecognized arguments: --rows 8,2"),
         (["layer", "--shape", "8,8"], "argument --shape: got '8,8', expected T,D,F,E,K such as"),
@@ -134,7 +134,7 @@ def test_help_has_the_operations_own_options_alone(operation, capsys):
         (["experts", "--precision", "fp8", "--shape", "8,16,16,4,2"], "expected D and F to be multiples of 128"),
         (["torch", "--by", "fp8"], "--by: got fp8 with torch on cpu, expected moe, MoE"),
         (["mesh", "--by", "moe", "--transport", "ragged"], "--transport: got ragged with moe, expected ring or all_to_all"),
-        (["--device", "cuda", "layer"], "OPERATION: got layer behind options, expected it before its options"),
+        (["--device", "cuda", "layer"], "OPERATION: got layer after options, expected it before its options"),
         (["router", "--json", "/nowhere/rows.json"], "--json: got /nowhere/rows.json, expected a file that can be"),
     ],
 )  # fmt: skip

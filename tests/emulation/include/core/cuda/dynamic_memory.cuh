@@ -12,7 +12,8 @@ T* dynamic_shared_array() {
 
 template <class T>
 T& dynamic_shared_memory() {
-  if (sizeof(T) > emulation::shared_bytes()) emulation::fail("a launch with less shared memory than the kernel has");
+  if (sizeof(T) > emulation::shared_bytes())
+    emulation::fail("the launch requests less shared memory than the kernel uses");
   return *dynamic_shared_array<T>();
 }
 

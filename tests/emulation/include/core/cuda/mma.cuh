@@ -1,4 +1,5 @@
-// core/cuda/mma.cuh on the emulator, written after the tables of the PTX manual and not after the project's own.
+// core/cuda/mma.cuh on the emulator, written from the fragment tables of the PTX manual and not from the project's
+// code.
 #pragma once
 
 #include <cmath>
@@ -10,11 +11,11 @@
 
 namespace anabranch::cuda {
 
-// Thread i holds of each matrix elements (i / 4, 2 (i % 4)) and (i / 4, 2 (i % 4) + 1), or of its transpose; addresses
-// 8 m ... 8 m + 7 are those of matrix m's rows.
+// ldmatrix. Lane i gets elements (i / 4, 2 (i % 4)) and (i / 4, 2 (i % 4) + 1) of each matrix, or of its transpose.
+// Lanes 8 m to 8 m + 7 pass the row addresses of matrix m.
 template <bool kTransposed>
 void load_four_matrices(uint32_t address, uint32_t (&m)[4]) {
-  const char (*addresses)[64] = emulation::show(&address, sizeof(address));
+  const char (*addresses)[64] = emulation::publish(&address, sizeof(address));
   const int lane = static_cast<int>(emulation::thread_index.x % 32);
   const auto element = [&](int matrix, int row, int column) {
     uint32_t begin;
@@ -35,12 +36,16 @@ void load_four_matrices(uint32_t address, uint32_t (&m)[4]) {
 inline void load_matrices(uint32_t address, uint32_t (&m)[4]) { load_four_matrices<false>(address, m); }
 inline void load_transposed_matrices(uint32_t address, uint32_t (&m)[4]) { load_four_matrices<true>(address, m); }
 
-// m16n8k16 of 16-bit elements: a0, a1: row g, a2, a3: row g + 8, a4, a5: row g, a6, a7: row g + 8; column 2 t + (i &
-// 1), of a4 and later 8 more. b0, b1: row 2 t + (i & 1), b2, b3: 8 more; column g. c0, c1: row g, c2, c3: row g + 8;
-// column 2 t + (i & 1). m16n8k8 of TF32: a0: (g, t), a1: (g + 8, t), a2: (g, t + 4), a3: (g + 8, t + 4); b0: (t, g),
-// b1: (t + 4, g); c as above. g: i / 4, t: i % 4.
+// mma fragments of lane i, with g = i / 4 and t = i % 4, as (row, column):
 //
-// Sums are rounded towards zero, which the manual leaves open and tensor cores were seen to do.
+//   m16n8k16, 16 bit   a0, a1  (g, 2 t + {0, 1})    a2, a3  (g + 8, 2 t + {0, 1})
+//                      a4, a5  (g, 2 t + {8, 9})    a6, a7  (g + 8, 2 t + {8, 9})
+//                      b0, b1  (2 t + {0, 1}, g)    b2, b3  (2 t + {8, 9}, g)
+//   m16n8k8, TF32      a0 (g, t)   a1 (g + 8, t)   a2 (g, t + 4)   a3 (g + 8, t + 4)
+//                      b0 (t, g)   b1 (t + 4, g)
+//   both               c0, c1  (g, 2 t + {0, 1})    c2, c3  (g + 8, 2 t + {0, 1})
+//
+// Sums are rounded towards zero. The manual leaves the rounding open; tensor cores were observed to do this.
 inline float rounded_towards_zero(double sum) {
   const auto nearest = static_cast<float>(sum);
   return std::abs(nearest) > std::abs(sum) ? std::nextafter(nearest, 0.0f) : nearest;
@@ -48,10 +53,10 @@ inline float rounded_towards_zero(double sum) {
 template <class Element>
 void multiply_add_matrices(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
   const uint32_t own[] = {a[0], a[1], a[2], a[3], b0, b1};
-  const char (*shown)[64] = emulation::show(own, sizeof(own));
+  const char (*published)[64] = emulation::publish(own, sizeof(own));
   const auto word = [&](int lane, int i) {
     uint32_t bits;
-    std::memcpy(&bits, shown[lane] + i * 4, sizeof(bits));
+    std::memcpy(&bits, published[lane] + i * 4, sizeof(bits));
     return bits;
   };
   const int lane = static_cast<int>(emulation::thread_index.x % 32);

@@ -8,9 +8,9 @@
 
 namespace anabranch::cuda {
 
-// A place in the block's shared memory that such an access may have.
+// Checks the alignment and bounds of a shared-memory access and returns its host address.
 inline char* shared_place(uint32_t address, size_t bytes) {
-  if (address % bytes != 0) emulation::fail("an access of %zu bytes to %u", bytes, address);
+  if (address % bytes != 0) emulation::fail("an access of %zu bytes to the unaligned address %u", bytes, address);
   if (address + bytes > emulation::shared_bytes()) emulation::fail("an access past the block's shared memory");
   return emulation::shared_memory() + address;
 }

@@ -1,4 +1,4 @@
-// core/cuda/tile_memory.cuh on the emulator, what of it is not Hopper's.
+// core/cuda/tile_memory.cuh on the emulator, without the Hopper-only parts.
 #pragma once
 
 #include <cstdint>

@@ -1,1 +1,1 @@
-"""The same computation by others: plain JAX, eager torch, transformers, SonicMoE."""
+"""Peers that compute what our layer computes: plain JAX, eager torch, transformers, SonicMoE."""

@@ -56,10 +56,12 @@ class ExchangeSizes:
             return num_rows_needed(self.arriving_slots, self.local_experts, self.align_size)
         if transport == "all_to_all":
             return self.ranks * self.region
-        return max(
-            num_rows_needed(self.tokens * self.topk, self.experts, self.align_size),
-            num_rows_needed(self.arriving_slots, self.experts, self.align_size),
-        )
+        if transport == "ragged":
+            return max(
+                num_rows_needed(self.tokens * self.topk, self.experts, self.align_size),
+                num_rows_needed(self.arriving_slots, self.experts, self.align_size),
+            )
+        raise ValueError(f"transport: got {transport!r}, expected 'ring', 'all_to_all' or 'ragged'")
 
     def check(self, transport: str, too_many: Callable[[Any], bool] = lambda number: number >= INDEX_LIMIT) -> None:
         """Raises ValueError unless int32 holds the counts and row indices of all ranks.

@@ -204,7 +204,8 @@ class Router(NamedTuple):
 
     def backward(self) -> dict[str, Any]:
         """The options of the backward pass, which does not need the groups."""
-        return {name: value for name, value in self.forward().items() if "group" not in name}
+        selection = ("num_groups", "group_topk", "group_score_topk")
+        return {name: value for name, value in self.forward().items() if name not in selection}
 
 
 # ---------------------------------------------------------------- experts

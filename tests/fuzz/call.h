@@ -131,7 +131,7 @@ struct Operation {
   void (*make)(const Operation&, Random&, Call*);  // makes a call that must succeed
   ab_status (*run)(const void* args, const ab_exec* exec);
   ab_status (*query)(const void* args, const ab_exec* exec, size_t* bytes);  // or nullptr
-  // The same functions of the other backend; nullptr if there is none.
+  // The functions of the other backend that compute the same; nullptr if there is none.
   ab_status (*other_run)(const void* args, const ab_exec* exec) = nullptr;
   ab_status (*other_query)(const void* args, const ab_exec* exec, size_t* bytes) = nullptr;
 };

@@ -21,7 +21,7 @@ Matrix matrix_of(const ab_tensor* tensor, int64_t offset, int64_t stride, const 
 // Quantised rows, each with its own scales. `tensor` nullptr: no rows. If it has three axes, the last two are merged.
 Matrix quantized_matrix(const ab_tensor* tensor, const ab_tensor* scales, int64_t columns);
 
-// The same matrix from (row, column) on. For a quantised matrix, both must be block boundaries.
+// Returns the submatrix that begins at (row, column). Both must be block boundaries if the matrix is quantised.
 Matrix at(const Matrix& m, int64_t row, int64_t column);
 
 // op(B) [k, n] of a GEMM and its result C: float32, or another dtype if Products::can_write() allows it.

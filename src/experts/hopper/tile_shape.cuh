@@ -40,7 +40,7 @@ using Tile128x256 = TileShape<128, 256, 4, Schedule::cooperative>;
 using Tile128x192 = TileShape<128, 192, 4, Schedule::ping_pong>;
 using Tile128x128 = TileShape<128, 128, 6, Schedule::ping_pong>;
 
-// The same shape for clusters of two CTAs.
+// Tile shape for clusters of two CTAs.
 template <class Shape>
 using InPairs = TileShape<Shape::kRows, Shape::kColumns, Shape::kStages,
                           Shape::kTilesInFlight == 2 ? Schedule::ping_pong : Schedule::cooperative, 2>;

@@ -117,9 +117,9 @@ def test_the_library_is_asked_for_the_path_in_the_order_of_its_header(monkeypatc
         return _library.Status(len(asked) - 1, b"T: got 0")
 
     monkeypatch.setattr(_library, "load_cuda", lambda: types.SimpleNamespace(ab_cuda_experts_path=ab_cuda_experts_path))
-    assert experts_path(SHAPE, "bfloat16") == "portable"
+    assert experts_path(SHAPE, "bfloat16", w_in_layout="pfd") == "portable"
     T, D, F, E, K = SHAPE
-    assert asked == [[_library.DTYPES["bfloat16"], T, K, E, D, 2, F]]
+    assert asked == [[_library.DTYPES["bfloat16"], T, K, E, D, 2, F, 1, 0, 1]]
     with pytest.raises(BenchError, match="path: T: got 0"):
         experts_path(SHAPE, "bfloat16")
 

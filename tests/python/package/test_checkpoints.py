@@ -205,7 +205,10 @@ WRONG = {
         {"experts__4__w3__weight": np.zeros((F, D), np.float32)},
         r"m\.: got m\.experts\.4\.w3\.weight, which the family does not have",
     ),
-    "another family's": ({"shared__weight": np.zeros(3, np.float32)}, r"m\.: got m\.shared\.weight, which the family does not have"),
+    "another family's": (
+        {"shared__weight": np.zeros(3, np.float32)},
+        r"m\.: got m\.shared\.weight, which the family does not have",
+    ),
 }
 
 
@@ -264,7 +267,9 @@ def test_every_size_is_that_of_every_tensor(name):
 
 def test_sizes_that_the_checkpoint_does_not_tell_have_to_be_given():
     longcat, dbrx = (checkpoint(FAMILIES[name]) for name in ("longcat_flash", "dbrx"))
-    with pytest.raises(ValueError, match=r"num_experts: got None, expected E, which this family's router does not determine"):
+    with pytest.raises(
+        ValueError, match=r"num_experts: got None, expected E, which this family's router does not determine"
+    ):
         load("longcat_flash", longcat)
     with pytest.raises(ValueError, match=r"router\.classifier\.weight: got 7 logits, expected at least E = 8"):
         load("longcat_flash", longcat, num_experts=8)

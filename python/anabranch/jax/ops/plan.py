@@ -46,7 +46,7 @@ class Plan(NamedTuple):
 @functools.partial(jnp.vectorize, signature="(n),(r)->(r)")  # also for the plans of a vmap
 def _experts_of_rows(offsets: jax.Array, slot_of_row: jax.Array) -> jax.Array:
     rows = jnp.arange(slot_of_row.shape[0], dtype=jnp.int32)
-    # Of groups that begin at the same row, all but the last are empty.
+    # If several groups begin at one row, all but the last are empty.
     experts = jnp.searchsorted(offsets[:-1], rows, side="right").astype(jnp.int32) - 1
     return jnp.where(slot_of_row >= 0, experts, -1)
 

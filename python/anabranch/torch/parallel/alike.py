@@ -7,6 +7,7 @@ before cost one look-up.
 
 import dataclasses
 import json
+import typing
 import weakref
 from typing import Any
 
@@ -14,16 +15,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from anabranch.options import Network, Router, RouterOptions
+
 _ops = torch.library.Library("anabranch", "FRAGMENT")
 
+#: Options that are compared as text, or as the router's.
+_APART = ((Router, "score_function"), (Network, "topk"))
+#: All other options of the layer that are numbers.
+_NUMBERS = {
+    kind: [
+        (options, name)
+        for options in (Router, Network)
+        for name, found in typing.get_type_hints(options).items()
+        if found in kinds and (options, name) not in _APART
+    ]
+    for kind, kinds in ((int, (int, bool)), (float, (float,)))
+}
 #: Names of the values that `compare_options` compares, in order.
 _NAMES = (
     "x (tokens)",
     *("transport", "x (dtype)", "score_function"),
-    *("capacity_factor", "scaling_factor", "activation (alpha)", "activation (limit)"),
-    *("x (width)", "w_in (experts)", "topk", "forced_experts", "align_size", "fp8_exchange"),
-    *("normalize", "num_groups", "group_topk", "group_score_topk", "qb_bins"),
-    *("weight_early", "activation", "precision", "fp8_scales"),
+    *("capacity_factor", *(name for _, name in _NUMBERS[float])),
+    *("x (width)", "w_in (experts)"),
+    *(name for _, name in _NUMBERS[int]),
+    *("forced_experts", "align_size", "fp8_exchange", "qb_bins"),
     *("aux_loss_coeff (used)", "z_loss_coeff (used)", "gate (given)"),
 )
 
@@ -111,23 +126,16 @@ def compare_options(config: Any, x: Tensor, experts: Tensor) -> Tensor:
       ValueError: a size or an option differs between ranks. Every rank raises.
     """
     layer, ranks, router = config.layer, config.ranks, config.layer.router
-    network = layer.network
+    numbers_of = {Network: layer.network, Router: (router or RouterOptions(ranks.topk)).numbers()}
     texts = [config.transport, str(x.dtype), "" if router is None else router.score_function]
     numbers = [
         0.0 if ranks.capacity_factor is None else ranks.capacity_factor,
-        1.0 if router is None else router.scaling_factor,
-        network.activation_alpha,
-        network.activation_limit,
+        *(float(getattr(numbers_of[options], name)) for options, name in _NUMBERS[float]),
     ]
-    router_options = (
-        (0,) * 5
-        if router is None
-        else (router.normalize, router.num_groups, router.group_topk, router.group_score_topk, router.qb_bins)
-    )
     integers = [
-        *(x.shape[1], ranks.local_experts, ranks.topk, ranks.slots_per_token, ranks.align_size, config.fp8_exchange),
-        *router_options,
-        *(network.weight_early, network.activation, network.precision, network.fp8_scales),
+        *(x.shape[1], ranks.local_experts),
+        *(getattr(numbers_of[options], name) for options, name in _NUMBERS[int]),
+        *(ranks.slots_per_token, ranks.align_size, config.fp8_exchange, 0 if router is None else router.qb_bins),
         *(layer.aux_loss, layer.z_loss, router is not None),
     ]
     compare = torch.ops.anabranch.compare.default if torch.compiler.is_compiling() else _compare

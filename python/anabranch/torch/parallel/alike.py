@@ -36,9 +36,9 @@ _NAMES = (
     "x (tokens)",
     *("transport", "x (dtype)", "score_function"),
     *("capacity_factor", *(name for _, name in _NUMBERS[float])),
-    *("x (width)", "w_in (experts)"),
+    *("x (width)", "w_in (experts)", "fp8_exchange"),
     *(name for _, name in _NUMBERS[int]),
-    *("forced_experts", "align_size", "fp8_exchange", "qb_bins"),
+    *("forced_experts", "align_size", "qb_bins"),
     *("aux_loss_coeff (used)", "z_loss_coeff (used)", "gate (given)"),
 )
 
@@ -133,9 +133,9 @@ def compare_options(config: Any, x: Tensor, experts: Tensor) -> Tensor:
         *(float(getattr(numbers_of[options], name)) for options, name in _NUMBERS[float]),
     ]
     integers = [
-        *(x.shape[1], ranks.local_experts),
+        *(x.shape[1], ranks.local_experts, config.fp8_exchange),
         *(getattr(numbers_of[options], name) for options, name in _NUMBERS[int]),
-        *(ranks.slots_per_token, ranks.align_size, config.fp8_exchange, 0 if router is None else router.qb_bins),
+        *(ranks.slots_per_token, ranks.align_size, 0 if router is None else router.qb_bins),
         *(layer.aux_loss, layer.z_loss, router is not None),
     ]
     compare = torch.ops.anabranch.compare.default if torch.compiler.is_compiling() else _compare

@@ -274,7 +274,8 @@ TEST(Combine, RefusesBadArguments) {
 
   ab_combine_backward_args backward = layer.combine_backward();
   backward.rows = nullptr;
-  EXPECT_REFUSED(call(ab_combine_backward, {}, backward), AB_INVALID_ARGUMENT, "rows: got NULL, expected the rows");
+  EXPECT_REFUSED(call(ab_combine_backward, {}, backward), AB_INVALID_ARGUMENT,
+                 "rows: got NULL together with d_weights");
   backward.d_weights = nullptr;
   EXPECT_OK(call(ab_combine_backward, {}, backward));
   backward.d_rows = other.view();

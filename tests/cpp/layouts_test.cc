@@ -164,18 +164,21 @@ TEST(Layouts, OtherStridesAreRefused) {
     change(laid);
     EXPECT_REFUSED(laid.net.backward(), AB_INVALID_ARGUMENT, message);
   };
-  refused([](LaidOutNetwork& laid) { laid.w_in.strides()[0] += 1; }, "w_in: got strides");  // a gap between experts
-  refused([](LaidOutNetwork& laid) { laid.w_in.strides()[1] = 2; }, "w_in: got strides");
-  refused([](LaidOutNetwork& laid) { laid.w_out.strides()[2] = 0; }, "w_out: got strides");
-  refused([](LaidOutNetwork& laid) { std::swap(laid.w_in.strides()[0], laid.w_in.strides()[3]); }, "w_in: got strides");
+  refused([](LaidOutNetwork& laid) { laid.w_in.strides()[0] += 1; },
+          "w_in: got unsupported strides");  // a gap between experts
+  refused([](LaidOutNetwork& laid) { laid.w_in.strides()[1] = 2; }, "w_in: got unsupported strides");
+  refused([](LaidOutNetwork& laid) { laid.w_out.strides()[2] = 0; }, "w_out: got unsupported strides");
+  refused([](LaidOutNetwork& laid) { std::swap(laid.w_in.strides()[0], laid.w_in.strides()[3]); },
+          "w_in: got unsupported strides");
   // A weight's gradient and the tensors that follow its layout must match it.
   refused([](LaidOutNetwork& laid) { laid.net.d_w_in.mutable_view()->strides = nullptr; }, "d_w_in: got");
   refused([](LaidOutNetwork& laid) { laid.net.d_w_out.mutable_view()->strides = nullptr; }, "d_w_out: got");
-  refused([](LaidOutNetwork& laid) { std::swap(laid.h.strides()[1], laid.h.strides()[2]); }, "h: got strides");
-  refused([](LaidOutNetwork& laid) { laid.d_b_in.strides()[1] = 1; }, "d_b_in: got strides");
+  refused([](LaidOutNetwork& laid) { std::swap(laid.h.strides()[1], laid.h.strides()[2]); },
+          "h: got unsupported strides");
+  refused([](LaidOutNetwork& laid) { laid.d_b_in.strides()[1] = 1; }, "d_b_in: got unsupported strides");
   // Rows must be row-major.
   int64_t strides[] = {1, 65};
-  refused([&](LaidOutNetwork& laid) { laid.net.x.mutable_view()->strides = strides; }, "x: got strides");
+  refused([&](LaidOutNetwork& laid) { laid.net.x.mutable_view()->strides = strides; }, "x: got unsupported strides");
 }
 
 }  // namespace

@@ -177,7 +177,8 @@ TEST(Plan, RefusesBadArguments) {
   refused("experts: got bool (1) [4, 3], expected int32 [T, K]",
           [&](ab_plan_args* args) { args->experts = routed.view(); });
   Tensor<int32_t> row_id_map({4, 7});
-  refused("row_id_map: got one with experts", [&](ab_plan_args* args) { args->row_id_map = row_id_map.view(); });
+  refused("row_id_map: got one together with experts",
+          [&](ab_plan_args* args) { args->row_id_map = row_id_map.view(); });
   const ab_plan_args args = plan_args(&experts, nullptr, 3, 0, plan);
   EXPECT_REFUSED(ab_plan(&args, nullptr), AB_INVALID_ARGUMENT, "workspace: got 0 bytes");
 

@@ -178,7 +178,7 @@ TEST(Layouts, OtherStridesAreRefused) {
   refused([](LaidOutNetwork& laid) { laid.d_b_in.strides()[1] = 1; }, "d_b_in: got unsupported strides");
   // Rows must be row-major.
   int64_t strides[] = {1, 65};
-  refused([&](LaidOutNetwork& laid) { laid.net.x.mutable_view()->strides = strides; }, "x: got unsupported strides");
+  refused([&](LaidOutNetwork& laid) { laid.net.x.mutable_view()->strides = strides; }, "x: got strides");
 }
 
 }  // namespace

@@ -23,14 +23,23 @@ bool is_tf32(const Call& call) {
   });
 }
 
+// By how much an activation that saturates at its limit enlarges a relative error of h: values shrink with the limit,
+// and slopes do not.
+double conditioning(const Call& call) {
+  for (const auto& [name, value] : call.numbers) {
+    if (std::string_view(name) == "activation_limit" && *value > 0) return std::max(1.0, 1.0 / double{*value});
+  }
+  return 1.0;
+}
+
 // Error bound per element, relative to the largest element of its tensor or to the terms of its sums.
 //
 // GEMMs: 16 roundings for 16-bit dtypes and TF32; some hundred for float32, because long sums have that many.
 // Operations that compute in float32 throughout: 128 roundings, for special functions and sums.
 double tolerance(const Call& call) {
   if (call.in_float32) return 0x1p-17;
-  if (has(call, AB_BFLOAT16)) return 0x1p-4;
-  return has(call, AB_FLOAT16) || is_tf32(call) ? 0x1p-7 : 1e-4;
+  const double rounding = has(call, AB_BFLOAT16) ? 0x1p-4 : has(call, AB_FLOAT16) || is_tf32(call) ? 0x1p-7 : 1e-4;
+  return rounding * conditioning(call);
 }
 
 // Additional bound relative to the element: one unit in the last place where a float32 result is rounded to 16 bits.

@@ -73,3 +73,15 @@ def test_docstrings_describe_the_parameters_of_the_signature(function):
     assert not missing or function is REFERS
     entries = re.findall(r"^  (\w+(?:, \w+)*)(?: to \w+)?:", text.partition("Args:\n")[2].partition("\n\n")[0], re.M)
     assert {name for entry in entries for name in entry.split(", ")} <= parameters.keys()
+
+
+def test_every_path_that_a_page_names_exists():
+    """Paths are relative to the root, or end a path below src/ or python/anabranch/."""
+    folders = ("benchmarks", "cmake", "docs", "examples", "include", "python", "scripts", "src", "tests")
+    tree = [file.relative_to(ROOT).as_posix() for folder in folders for file in (ROOT / folder).rglob("*.*")]
+    path = re.compile(r"(?<![\w/.*{}<>-])((?:[\w-]+/)+[\w.-]+\.(?:py|cc|cuh|cu|h|md|png|json|toml|cmake))\b")
+    pages = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    named = {(page.name, name) for page in pages for name in path.findall(page.read_text())}
+    assert len(named) > 100
+    ends = {"/".join(parts[i:]) for parts in (file.split("/") for file in tree) for i in range(len(parts))}
+    assert not {(page, name) for page, name in named if name not in ends}

@@ -143,7 +143,7 @@ def test_positions_of_several_sequences_are_refused(axis_type):
     """The rows of a shard would interleave with those of others."""
     mesh = mesh_of(axis_type, a=8)
     experts = holey_experts((8, 8))
-    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match=r"experts: got .* number 1 is sharded"):
+    with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="experts: got a sharding of token dimension 1"):
         jax.jit(lambda e: plan(e, E))(put(mesh, experts, None, "a"))
 
 

@@ -234,20 +234,19 @@ class ExpertsConfig:
 
     def attributes(self) -> dict[str, Any]:
         """The options that the C library's feed-forward network takes in both passes."""
-        return {
-            "activation": self.activation.number,
-            "activation_alpha": self.activation.alpha,
-            "activation_limit": self.activation.limit,
-            "topk": self.topk,
-            "precision": self.precision,
-            "fp8_scales": self.fp8_scales,
-        }
+        return self.network().attributes()
 
     def network(self) -> "Network":
         """These options as a `Network`."""
-        early, (w_in_layout, w_out_layout) = self.weight_early, self.layouts
         return Network(
-            weight_early=early, w_in_layout=w_in_layout, w_out_layout=w_out_layout, **ExpertsConfig.attributes(self)
+            self.activation.number,
+            self.activation.alpha,
+            self.activation.limit,
+            self.weight_early,
+            self.topk,
+            *self.layouts,
+            self.precision,
+            self.fp8_scales,
         )
 
 

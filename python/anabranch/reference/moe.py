@@ -104,20 +104,20 @@ def _flat(array):
     return np.reshape(array, (-1, np.shape(array)[-1]))
 
 
-def _layout(experts, num_experts, align_size, kept):
+def _routed(experts, num_experts, align_size, kept):
     """The plan of experts [T, K] without the assignments outside `kept`, which it counts as dropped."""
     has_room = np.ones(experts.shape, bool) if kept is None else np.reshape(kept, experts.shape)
     whole = plan(experts, num_experts, align_size)
-    layout = plan(np.where(has_room, experts, -1), num_experts, align_size)
+    routed = plan(np.where(has_room, experts, -1), num_experts, align_size)
     valid = (experts >= 0) & (experts < num_experts)
-    return layout._replace(
+    return routed._replace(
         tokens_per_expert=whole.tokens_per_expert, dropped=whole.dropped + np.int32((valid & ~has_room).sum())
     )
 
 
-def _row_weights(layout, weights):
+def _row_weights(routed, weights):
     """w of every row's assignment, 0 in padding. [R]."""
-    slot = layout.slot_of_row
+    slot = routed.slot_of_row
     return np.where(slot >= 0, weights.reshape(-1)[np.maximum(slot, 0)], 0.0) if slot.size else np.zeros(0)
 
 
@@ -150,22 +150,22 @@ def routed_experts(
     Returns: `RoutedExpertsOutput`; dropped counts invalid indices other than -1 and assignments outside `kept`.
     """
     weights = as_float64(_flat(weights), "weights")
-    layout = _layout(_flat(experts), len(w_in), align_size, kept)
+    routed = _routed(_flat(experts), len(w_in), align_size, kept)
     y = expert_ffn(
-        dispatch(as_float64(_flat(x), "x"), layout),
+        dispatch(as_float64(_flat(x), "x"), routed),
         w_in,
         w_out,
-        layout.group_sizes,
+        routed.group_sizes,
         activation=activation,
         b_in=b_in,
         b_out=b_out,
-        row_weights=_row_weights(layout, weights) if weight_early else None,
+        row_weights=_row_weights(routed, weights) if weight_early else None,
         weight_early=weight_early,
-        slot_of_row=layout.slot_of_row,
+        slot_of_row=routed.slot_of_row,
         fp8_scales=fp8_scales,
     )
-    output = combine(y, layout, None if weight_early else weights)
-    return RoutedExpertsOutput(output.reshape(np.shape(x)), layout.tokens_per_expert, layout.dropped)
+    output = combine(y, routed, None if weight_early else weights)
+    return RoutedExpertsOutput(output.reshape(np.shape(x)), routed.tokens_per_expert, routed.dropped)
 
 
 def routed_experts_backward(
@@ -193,27 +193,27 @@ def routed_experts_backward(
     Returns: dict of x, weights, w_in, w_out, b_in, b_out (None if not given); float64.
     """
     shape, weights = np.shape(weights), as_float64(_flat(weights), "weights")
-    layout = _layout(_flat(experts), len(w_in), align_size, kept)
+    routed = _routed(_flat(experts), len(w_in), align_size, kept)
     grads = expert_ffn_backward(
-        dispatch(as_float64(_flat(d_output), "d_output"), layout),
-        dispatch(as_float64(_flat(x), "x"), layout),
+        dispatch(as_float64(_flat(d_output), "d_output"), routed),
+        dispatch(as_float64(_flat(x), "x"), routed),
         w_in,
         w_out,
-        layout.group_sizes,
+        routed.group_sizes,
         activation=activation,
         b_in=b_in,
         b_out=b_out,
-        row_weights=_row_weights(layout, weights),
-        slot_of_row=layout.slot_of_row,
+        row_weights=_row_weights(routed, weights),
+        slot_of_row=routed.slot_of_row,
         saved_dtype=saved_dtype,
         fp8_scales=fp8_scales,
         sent_dtype=sent_dtype,
     )
-    row = layout.row_of_slot
+    row = routed.row_of_slot
     d_weights = np.zeros(row.shape)
     d_weights[row >= 0] = grads.d_row_weights[row[row >= 0]]
     return {
-        "x": dispatch_backward(grads.d_rows, layout).reshape(np.shape(x)),
+        "x": dispatch_backward(grads.d_rows, routed).reshape(np.shape(x)),
         "weights": d_weights.reshape(shape),
         "w_in": grads.d_w_in,
         "w_out": grads.d_w_out,

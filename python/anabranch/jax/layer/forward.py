@@ -42,7 +42,7 @@ class Residuals(NamedTuple):
     """Saved for the backward pass in addition to the operands and the selection."""
 
     gate: GateResiduals
-    layout: Plan | None
+    routed: Plan | None
     """None: the backward pass recomputes the plan."""
     h: jax.Array | None
 
@@ -51,14 +51,14 @@ def forward(config: LayerConfig, operands: Operands, *, save_h: bool) -> tuple[L
     """The forward rule on one device; `save_h`: whether a gradient is needed."""
     leading, operands = operands.x.shape[:-1], flat_tokens(quantize_weights(config, operands, backward=False))
     selection, sums, gate = select(config, operands, save=save_h, counts=False)  # the plan counts the same
-    layout = named_routing(plan(selection.experts, operands.w_in.shape[0], align_size=config.align_size))
+    routed = named_routing(plan(selection.experts, operands.w_in.shape[0], align_size=config.align_size))
     early, late = (selection.weights, None) if config.ffn.weight_early else (None, selection.weights)
-    y, h = ffn_forward_by_slot(config.ffn, ffn_operands(operands, layout, early), save_h=save_h)
+    y, h = ffn_forward_by_slot(config.ffn, ffn_operands(operands, routed, early), save_h=save_h)
     h = named_h(h)
-    output = y.sum(layout.row_of_slot, late, operands.x.dtype)
-    sums = sums._replace(tokens_per_expert=layout.tokens_per_expert)
-    result = layer_output(config, leading, output, selection, sums, layout.dropped[None])
-    return result, Residuals(gate, layout, h)
+    output = y.sum(routed.row_of_slot, late, operands.x.dtype)
+    sums = sums._replace(tokens_per_expert=routed.tokens_per_expert)
+    result = layer_output(config, leading, output, selection, sums, routed.dropped[None])
+    return result, Residuals(gate, routed, h)
 
 
 def backward(
@@ -75,17 +75,17 @@ def backward(
     """
     given, operands = operands, flat_tokens(quantize_weights(config, operands, backward=True))
     selection = flat_selection(selection)
-    gate, layout, h = residuals
+    gate, routed, h = residuals
     assert h is not None  # the forward rule ran with save_h
-    if layout is None:
-        layout = plan(selection.experts, operands.w_in.shape[0], align_size=config.align_size)
-    ffn, d_out = ffn_operands(operands, layout, selection.weights), flat(cotangents.output)
+    if routed is None:
+        routed = plan(selection.experts, operands.w_in.shape[0], align_size=config.align_size)
+    ffn, d_out = ffn_operands(operands, routed, selection.weights), flat(cotangents.output)
     w_in_dtype, w_out_dtype = gradient_dtypes
     intermediate = ffn_backward_by_slot(config.ffn, ffn, h, d_out, w_out_dtype)
     d_weights = cotangents.total_d_weights(intermediate.weights)
     selected = select_backward(config, operands, selection, gate, d_weights, cotangents.sums)
     rows = rows_gradient(config.ffn, ffn, intermediate.dh, intermediate.dh_quantized)
-    d_x = rows.sum(layout.row_of_slot, None, given.x.dtype, selected.x)
+    d_x = rows.sum(routed.row_of_slot, None, given.x.dtype, selected.x)
     d_x, dh = jax.lax.optimization_barrier((d_x, intermediate.dh))  # forces the sum first: see ffn_backward_by_slot
     up, down = w_in_gradient(config.ffn, ffn, dh, w_in_dtype), intermediate.down
     assert down is not None

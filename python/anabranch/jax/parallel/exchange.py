@@ -94,13 +94,13 @@ def drop_over_capacity(bounds: Bounds, experts: jax.Array) -> tuple[jax.Array, j
         return experts, jnp.zeros((), jnp.int32)
     destination = jnp.where(experts >= 0, experts // bounds.local_experts, -1)
     # A plan's rows count the assignments to each destination in the order (token, slot).
-    layout = plan(destination, bounds.ranks)
+    routed = plan(destination, bounds.ranks)
     before = jnp.zeros(bounds.ranks, jnp.int32)
     if bounds.axis is not None:
-        counts = jax.lax.all_gather(layout.tokens_per_expert, bounds.axis)
+        counts = jax.lax.all_gather(routed.tokens_per_expert, bounds.axis)
         earlier = jnp.arange(bounds.ranks) < jax.lax.axis_index(bounds.axis)
         before = jnp.sum(jnp.where(earlier[:, None], counts, 0), axis=0, dtype=jnp.int32)
-    position = layout.row_of_slot + (before - layout.offsets[:-1])[jnp.maximum(destination, 0)]
+    position = routed.row_of_slot + (before - routed.offsets[:-1])[jnp.maximum(destination, 0)]
     dropped = (destination >= 0) & (position >= bounds.capacity)
     return jnp.where(dropped, -1, experts), jnp.sum(dropped, dtype=jnp.int32)
 
@@ -150,8 +150,8 @@ class Ring:
             local = experts - jax.lax.axis_index(b.axis) * b.local_experts
             experts = jnp.where((experts >= 0) & (local >= 0) & (local < b.local_experts), local, -1)
         rows = num_rows_needed(b.arriving_slots, b.local_experts, b.align_size)
-        layout = plan(experts, b.local_experts, align_size=b.align_size, num_rows=rows)
-        return RingRoute(layout.row_of_slot, layout.slot_of_row, layout.group_sizes)
+        routed = plan(experts, b.local_experts, align_size=b.align_size, num_rows=rows)
+        return RingRoute(routed.row_of_slot, routed.slot_of_row, routed.group_sizes)
 
     def send(self, route: RingRoute, tokens: jax.Array) -> jax.Array:
         """See Transport; [P*T, D]."""
@@ -276,14 +276,14 @@ class Padded(_Rows):
         """See Transport."""
         b = self.bounds
         arriving = b.ranks * self.bounds.region
-        layout = plan(experts, b.experts, align_size=b.align_size, num_rows=arriving, num_destinations=b.ranks)
-        chunks = _all_to_all(layout.group_sizes.reshape(b.ranks, b.local_experts), b.axis)
+        routed = plan(experts, b.experts, align_size=b.align_size, num_rows=arriving, num_destinations=b.ranks)
+        chunks = _all_to_all(routed.group_sizes.reshape(b.ranks, b.local_experts), b.axis)
         tails = self.bounds.region - jnp.sum(chunks, axis=1, dtype=jnp.int32)
         rows = min(arriving, num_rows_needed(b.arriving_slots, b.experts, b.align_size))
         slot_of_row, row_of_arrived = _by_expert(chunks, tails, arriving, rows)
         sizes = jnp.zeros((0, b.experts), jnp.int32)
         group_sizes = jnp.sum(chunks, axis=0, dtype=jnp.int32)
-        return RowRoute(layout.row_of_slot, layout.slot_of_row, slot_of_row, row_of_arrived, group_sizes, sizes)
+        return RowRoute(routed.row_of_slot, routed.slot_of_row, slot_of_row, row_of_arrived, group_sizes, sizes)
 
     def _exchange(self, route: RowRoute, rows: jax.Array) -> jax.Array:
         regions = rows.reshape(self.bounds.ranks, self.bounds.region, rows.shape[1])
@@ -316,13 +316,13 @@ class Ragged(_Rows):
     def plan(self, experts: jax.Array) -> RowRoute:
         """See Transport."""
         b = self.bounds
-        layout = plan(experts, b.experts, align_size=b.align_size, num_rows=self._leaving)
-        sizes = layout.group_sizes[None] if b.axis is None else jax.lax.all_gather(layout.group_sizes, b.axis)
+        routed = plan(experts, b.experts, align_size=b.align_size, num_rows=self._leaving)
+        sizes = routed.group_sizes[None] if b.axis is None else jax.lax.all_gather(routed.group_sizes, b.axis)
         chunks = sizes.reshape(b.ranks, b.ranks, b.local_experts)[:, self._rank]
         no_tails = jnp.zeros(b.ranks, jnp.int32)
         slot_of_row, row_of_arrived = _by_expert(chunks, no_tails, self._arriving, self._arriving)
         group_sizes = jnp.sum(chunks, axis=0, dtype=jnp.int32)
-        return RowRoute(layout.row_of_slot, layout.slot_of_row, slot_of_row, row_of_arrived, group_sizes, sizes)
+        return RowRoute(routed.row_of_slot, routed.slot_of_row, slot_of_row, row_of_arrived, group_sizes, sizes)
 
     @property
     def _rank(self) -> Any:

@@ -79,11 +79,11 @@ def pure_jax_token_dispatch(
         else:
             first = check.amounts("roll_to_expert_id", first, check.INDICES, ())
         experts = jnp.where((experts >= 0) & (experts < E), (experts - first) % E, -1)
-    layout = plan(experts, E, align_size=a, num_rows=num_rows // max(a, 1) * max(a, 1))
-    rows = dispatch(inputs.reshape(T, inputs.shape[-1]), layout)
+    routed = plan(experts, E, align_size=a, num_rows=num_rows // max(a, 1) * max(a, 1))
+    rows = dispatch(inputs.reshape(T, inputs.shape[-1]), routed)
     behind = num_rows - rows.shape[0]
     rows = jnp.pad(rows, ((0, behind), (0, 0)))
-    return rows, PureJaxPermState(layout), layout.group_sizes
+    return rows, PureJaxPermState(routed), routed.group_sizes
 
 
 def pure_jax_token_combine(

@@ -46,7 +46,7 @@ def ddp_ignore_experts(model: Model) -> Model:
       model: a `MoE`, or a module that contains `MoE` layers.
 
     Returns:
-      The same module.
+      `model` itself.
 
     Raises:
       TypeError: the model is no torch.nn.Module.

@@ -1,16 +1,19 @@
 """Fixtures that run tests of operations with CUDA kernels on the CPU and on a GPU."""
 
+import gc
 import importlib.metadata
 import os
 
 # Tests run in parallel, so there are more threads than cores. Waiting OpenMP threads spin by default, which takes
 # several times the CPU time of the computation; passive ones sleep.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# On the CPU most of the time is compilation of programs that run once. This option skips LLVM's optimisation of XLA's
-# own loops; XLA's passes, our kernels and their results are unchanged. Programs for a GPU are compiled with the
-# defaults.
+# On the CPU most of the time is compilation of programs that run once. These options skip LLVM's optimisation of XLA's
+# own loops and emit them in the simpler way, by one thread; XLA's passes, our kernels and their results are unchanged.
+# Subprocesses inherit the options. Programs for a GPU are compiled with the defaults. XLA aborts with the name of an
+# option that it does not know.
 if not os.path.exists("/dev/nvidiactl"):
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1")
 
 import jax
 import pytest
@@ -19,6 +22,13 @@ import frameworks
 
 #: Libraries whose versions the test report prints.
 LIBRARIES = ("jax", "flax", "torch", "transformers", "peft", "accelerate", "megatron-core", "torchtitan")
+
+
+def pytest_collection_finish(session):
+    """Lets the garbage collector skip the libraries' objects, of which there are millions, and run less often."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -4,11 +4,10 @@ import os
 import pathlib
 import sys
 
-# Most of the time is compilation. These options skip LLVM's optimisation of XLA's own loops; fusions and collectives
-# are unchanged.
+# The options of ../../conftest.py, also where there is a GPU.
 os.environ["XLA_FLAGS"] = (
-    "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-    " --xla_llvm_disable_expensive_passes=true"
+    "--xla_force_host_platform_device_count=8 --xla_cpu_use_fusion_emitters=false"
+    " --xla_cpu_parallel_codegen_split_count=1"
 )
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 sys.path.insert(0, str(pathlib.Path(__file__).parent))

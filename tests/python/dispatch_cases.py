@@ -82,7 +82,7 @@ CASES = [
 
 
 def normal(rng, shape, dtype="float32"):
-    return np.asarray(jnp.asarray(rng.standard_normal(shape, dtype=np.float32), dtype))
+    return rng.standard_normal(shape, dtype=np.float32).astype(jnp.dtype(dtype))
 
 
 def assert_rows_close(got, want, offsets, bound, name):

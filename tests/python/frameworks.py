@@ -58,7 +58,7 @@ def vjp(of_jax, of_torch, operands, *, jit=False):
         return of_jax(**given, **integers)
 
     result, pull_of_jax = jax.vjp(jax.jit(function) if jit else function, given)
-    return result, lambda cotangent: pull_of_jax(jax.tree.map(jnp.asarray, cotangent))[0]
+    return result, lambda cotangent: pull_of_jax(jax.tree.map(jax.device_put, cotangent))[0]
 
 
 def call(of_jax, of_torch, *arguments, **options):

@@ -72,11 +72,15 @@ ROUTING = (
 )
 
 
+@jax.jit
+def _logits(x, gate, bias):
+    return jnp.dot(x.astype(jnp.float32), gate.astype(jnp.float32), precision="highest") + bias
+
+
 def selected(arrays, options):
     """The experts that route() selects from the layer's own logits."""
-    dot = jax.jit(lambda x, g, b: jnp.dot(x.astype(jnp.float32), g.astype(jnp.float32), precision="highest") + b)
     bias = arrays.get("gate_bias")
-    logits = dot(arrays["x"], arrays["gate"], np.float32(0) if bias is None else bias.astype(np.float32))
+    logits = _logits(arrays["x"], arrays["gate"], np.float32(0) if bias is None else bias.astype(np.float32))
     chosen = {name: options[name] for name in ROUTING if name in options}
     if frameworks.in_torch():
         import layer_in_torch
@@ -142,7 +146,7 @@ def run_layer(arrays, *, seed=1, put=None, **options):
 
     put: (name, array) -> array places the array of an argument ("output" for cotangents).
     """
-    put = put or (lambda name, array: jnp.asarray(array))
+    put = put or (lambda name, array: jax.device_put(array))  # jnp.asarray compiles a program per shape
     layouts = layouts_of(options)
     present = {name: put(name, array) for name, array in stored(arrays, layouts).items() if array is not None}
     if frameworks.in_torch():
@@ -156,20 +160,26 @@ def run_layer(arrays, *, seed=1, put=None, **options):
     given = {name: put(name, value) for name, value in options.items() if name in placed and value is not None}
     settings = {name: value for name, value in options.items() if name not in placed}
 
-    # `given` is an argument, because a program of several processes cannot close over global arrays.
-    @jax.jit
     def layer(present, given):
         rest = {name: present[name] for name in ("gate_bias", "b_in", "b_out") if name in present}
         return moe(present["x"], present["gate"], present["w_in"], present["w_out"], **rest, **given, **settings)
 
-    result, pull = jax.vjp(lambda present: layer(present, given), present)
-    d_output = rng.standard_normal(result.output.shape).astype(result.output.dtype)
+    shapes = jax.eval_shape(layer, present, given)
+    d_output = rng.standard_normal(shapes.output.shape).astype(shapes.output.dtype)
     d_aux, d_z = np.float32(rng.standard_normal()), np.float32(rng.standard_normal())
-    d_weights = rng.standard_normal(result.weights.shape).astype(np.float32)
-    integers = ("tokens_per_expert", "dropped", "dropped_by_source", "experts")
-    zeros = {name: np.zeros(getattr(result, name).shape, jax.dtypes.float0) for name in integers}
+    d_weights = rng.standard_normal(shapes.weights.shape).astype(np.float32)
     of_tokens = {"output": put("output", d_output), "weights": put("output", d_weights)}
-    (gradients,) = pull(type(result)(aux_loss=jnp.asarray(d_aux), z_loss=jnp.asarray(d_z), **of_tokens, **zeros))
+
+    # One program for both passes. `given` is an argument, because a program of several processes cannot close over
+    # global arrays.
+    @jax.jit
+    def both_passes(present, given, of_tokens):
+        result, pull = jax.vjp(lambda present: layer(present, given), present)
+        integers = ("tokens_per_expert", "dropped", "dropped_by_source", "experts")
+        zeros = {name: np.zeros(getattr(result, name).shape, jax.dtypes.float0) for name in integers}
+        return result, pull(type(result)(aux_loss=jnp.asarray(d_aux), z_loss=jnp.asarray(d_z), **of_tokens, **zeros))[0]
+
+    result, gradients = both_passes(present, given, of_tokens)
     for name in present:
         assert gradients[name].dtype == present[name].dtype, name
     return result, in_our_layout(gradients, layouts), (d_output, d_aux, d_z, d_weights)

@@ -26,13 +26,13 @@ def routed_operands(T, E, K, D, F, *, wrong=False, weights_dtype="float32", seed
     if wrong:
         experts = np.where(rng.random((T, K)) < 0.1, rng.choice([E, E + 7, -2, 2**31 - 1, -(2**31)], (T, K)), experts)
     weights = np.where(rng.random((T, K)) < 0.1, 0, rng.standard_normal((T, K)))
-    given = {"experts": experts.astype(np.int32), "weights": np.asarray(jnp.asarray(weights, weights_dtype))}
+    given = {"experts": experts.astype(np.int32), "weights": weights.astype(jnp.dtype(weights_dtype))}
     return arrays | given
 
 
 def run_routed(arrays, *, seed=1, put=None, **options):
     """(result, gradients, cotangent) for a random cotangent. Layouts and put: see `moe_cases.run_layer`."""
-    put = put or (lambda name, array: jnp.asarray(array))
+    put = put or (lambda name, array: jax.device_put(array))
     layouts = layouts_of(options)
     present = {name: put(name, array) for name, array in stored(arrays, layouts).items() if array is not None}
     experts = present.pop("experts")
@@ -42,15 +42,18 @@ def run_routed(arrays, *, seed=1, put=None, **options):
         outputs, gradients, d_output = layer_in_torch.run_routed(present, experts, seed, options)
         return outputs, in_our_layout(gradients, layouts), d_output
 
-    @jax.jit
     def layer(present, experts):
         main = present | {"experts": experts}
         rest = {name: present[name] for name in ("b_in", "b_out") if name in present}
         return routed_experts(*(main[name] for name in POSITIONAL), **rest, **options)
 
-    output, pull, counts = jax.vjp(lambda p: split(layer(p, experts)), present, has_aux=True)
-    d_output = np.random.default_rng(seed).standard_normal(output.shape).astype(output.dtype)
-    (gradients,) = pull(put("output", d_output))
+    @jax.jit
+    def both_passes(present, experts, d_output):
+        output, pull, counts = jax.vjp(lambda p: split(layer(p, experts)), present, has_aux=True)
+        return output, counts, pull(d_output)[0]
+
+    d_output = np.random.default_rng(seed).standard_normal(arrays["x"].shape).astype(arrays["x"].dtype)
+    output, counts, gradients = both_passes(present, experts, put("output", d_output))
     for name in present:
         assert gradients[name].dtype == present[name].dtype, name
     return (output, *counts), in_our_layout(gradients, layouts), d_output

@@ -22,7 +22,7 @@ def _layer(**options):
 
 
 def _x(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return jax.device_put(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
 
 
 @pytest.mark.parametrize(

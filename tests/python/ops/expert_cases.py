@@ -20,6 +20,7 @@ because the sum itself may be zero by chance.
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -72,7 +73,7 @@ class Network:
 
 
 def random_array(rng, shape, dtype="float32", scale=1.0):
-    return jnp.asarray(rng.standard_normal(shape) * scale, dtype)
+    return jax.device_put((rng.standard_normal(shape) * scale).astype(jnp.dtype(dtype)))
 
 
 def random_sizes(rng, num_rows, num_experts):

@@ -36,7 +36,7 @@ ROWS, TRANSPOSED, CONTRACTED = form(((1,), (1,)), (0,)), form(((1,), (2,)), (0,)
 
 
 def numbers(dtype, *shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+    return jax.device_put(np.random.default_rng(seed).standard_normal(shape).astype(jnp.dtype(dtype)))
 
 
 def float64(*arrays):

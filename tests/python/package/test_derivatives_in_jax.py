@@ -75,7 +75,7 @@ def test_every_public_function_is_here():
 
 def arguments_of(name):
     rng = np.random.default_rng(0)
-    return tuple(jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in CASES[name][1])
+    return tuple(jax.device_put(rng.standard_normal(shape).astype(np.float32)) for shape in CASES[name][1])
 
 
 def curved(name):

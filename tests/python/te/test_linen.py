@@ -16,7 +16,7 @@ OPTIONS = dict(num_experts=6, num_experts_per_tok=2, intermediate_size=20)
 
 
 def _x(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return jax.device_put(np.random.default_rng(seed).standard_normal(shape).astype(np.float32))
 
 
 def _apply(x, **options):

@@ -4,6 +4,8 @@ VENV ?= .venv
 JOBS ?= $(shell nproc)
 
 BIN := $(VENV)/bin
+# scripts/setup installs packages without bytecode. Each of a hundred processes would compile their modules again.
+export PYTHONDONTWRITEBYTECODE :=
 SETUP := PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/setup
 
 .PHONY: help demo test test-cpp test-sanitizers fuzz test-python test-clients test-gpu bench-gpu lint format bench wheel clean

@@ -19,7 +19,6 @@ MESH = "expert=2,data=2"
 def on_mesh(*jobs):
     """Runs jobs of write_state.py, each (options, last step, file), in a process that can still set JAX's devices."""
     (python, _, _, *_), environment = command(jobs[0][0])
-    environment.pop("XLA_FLAGS", None)
     listed = [(command(options)[0][3:], steps, file and str(file)) for options, steps, file in jobs]
     result = subprocess.run(
         [python, str(Path(__file__).with_name("write_state.py")), json.dumps(listed)],

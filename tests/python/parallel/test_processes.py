@@ -27,9 +27,8 @@ def run(*arguments, processes=0, devices=1, gpus=False, **variables):
     where = "--gpus" if gpus else f"--devices={devices}"
     launcher = [str(EXAMPLES / "launch.py"), f"--processes={processes}", where] if processes else []
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "JAX_PLATFORMS": "cpu"}
-    for name in ("XLA_FLAGS", *(() if gpus else ("CUDA_VISIBLE_DEVICES",))):
-        environment.pop(name, None)
-    if not gpus:  # as in on_devices/conftest.py
+    environment.pop("XLA_FLAGS" if gpus else "CUDA_VISIBLE_DEVICES", None)  # on CPUs the flags are those of conftest.py
+    if not gpus:
         environment["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
     environment |= variables
     command = [sys.executable, *launcher, *map(str, arguments)]

@@ -1,5 +1,7 @@
 """The router, its statistics, losses and dense outputs on sharded tokens: equal results and global sums."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -36,6 +38,8 @@ def mesh(axis_type):
     return mesh_of(axis_type, a=4, b=2)
 
 
+# The functions below stand at the top, so that one device's program is compiled once for all shardings.
+@functools.partial(jax.jit, static_argnames="sequence_stats")
 def routed(logits, d_weights, mask, bias, **options):
     """All results of a routing, and the gradient of the weights, the losses and lse together."""
 
@@ -54,55 +58,57 @@ def routed(logits, d_weights, mask, bias, **options):
 def test_routing_and_its_gradient(axis_type, spec, options):
     arrays = [put(mesh(axis_type), a, *spec) for a in (LOGITS, D_WEIGHTS, MASK)] + [put(mesh(axis_type), BIAS)]
 
-    def step(*arrays):
-        return routed(*arrays, **options)
-
-    want = jax.jit(step)(LOGITS, D_WEIGHTS, MASK, BIAS)
-    got = jax.jit(step)(*arrays)
+    step = functools.partial(routed, **options)
+    want, got = step(LOGITS, D_WEIGHTS, MASK, BIAS), step(*arrays)
     assert_trees_close(got, want)
     assert got[1].sharding == arrays[0].sharding or got[1].sharding.is_equivalent_to(arrays[0].sharding, 3)
     # Sums of [E] or [B, E] only, no array over tokens.
     assert_no_traffic_of_tokens(step, arrays, B * E if options else E)
 
 
+@functools.partial(jax.jit, static_argnames="auxiliary")
+def dense(logits, d_probs, auxiliary):
+    def loss(logits):
+        if auxiliary:
+            routing_map, probs = fused_compute_score_for_moe_aux_loss(logits, K, "softmax")
+        else:
+            probs, routing_map = fused_topk_with_score_function(logits, K, scaling_factor=2.0)
+        return jnp.sum(probs * d_probs), (probs, routing_map)
+
+    return jax.value_and_grad(loss, has_aux=True)(logits)
+
+
 @specs
 @pytest.mark.parametrize("auxiliary", [False, True])
 def test_dense_forms_and_their_gradients(axis_type, spec, auxiliary):
-    def step(logits, d_probs):
-        def loss(logits):
-            if auxiliary:
-                routing_map, probs = fused_compute_score_for_moe_aux_loss(logits, K, "softmax")
-            else:
-                probs, routing_map = fused_topk_with_score_function(logits, K, scaling_factor=2.0)
-            return jnp.sum(probs * d_probs), (probs, routing_map)
-
-        return jax.value_and_grad(loss, has_aux=True)(logits)
-
+    step = functools.partial(dense, auxiliary=auxiliary)
     arrays = [put(mesh(axis_type), a, *spec) for a in (LOGITS, D_PROBS)]
-    assert_trees_close(jax.jit(step)(*arrays), jax.jit(step)(LOGITS, D_PROBS))
+    assert_trees_close(step(*arrays), step(LOGITS, D_PROBS))
     assert_no_traffic_of_tokens(step, arrays, 1)
+
+
+@jax.jit
+def histograms(logits, mask, bias, bounds):
+    options = {"score_function": "sigmoid", "expert_bias": bias}
+    routing = route(logits, K, token_mask=mask, qb_bin_bounds=bounds, qb_bins=20, **options)
+    before = jnp.ones((E, 20), jnp.int32)
+    added = fused_topk_with_score_function(logits, K, qb_histogram=before, qb_bin_bounds=bounds, **options)[2]
+    return routing.qb_histogram, added, quantile_bias(routing.qb_histogram, bounds[0], bounds[1], K)
 
 
 @specs
 def test_histograms_are_summed_over_shards(axis_type, spec):
-    def step(logits, mask, bias, bounds):
-        options = {"score_function": "sigmoid", "expert_bias": bias}
-        routing = route(logits, K, token_mask=mask, qb_bin_bounds=bounds, qb_bins=20, **options)
-        before = jnp.ones((E, 20), jnp.int32)
-        dense = fused_topk_with_score_function(logits, K, qb_histogram=before, qb_bin_bounds=bounds, **options)
-        return routing.qb_histogram, dense[2], quantile_bias(routing.qb_histogram, bounds[0], bounds[1], K)
-
     bounds = np.array([-1.0, 1.0], np.float32)
     arrays = [
         *(put(mesh(axis_type), a, *spec) for a in (LOGITS, MASK)),
         *(put(mesh(axis_type), a) for a in (BIAS, bounds)),
     ]
-    got, want = jax.jit(step)(*arrays), jax.jit(step)(LOGITS, MASK, BIAS, bounds)
+    got, want = histograms(*arrays), histograms(LOGITS, MASK, BIAS, bounds)
     np.testing.assert_array_equal(got[0], want[0])
     np.testing.assert_array_equal(got[1], want[1])
     assert_trees_close(got[2], want[2])
     assert int(got[0].sum()) == MASK.sum() * E
-    assert_no_traffic_of_tokens(step, arrays, 20 * E)
+    assert_no_traffic_of_tokens(histograms, arrays, 20 * E)
 
 
 @pytest.mark.parametrize("spec", [("a",), (("a", "b"),)], ids=str)

@@ -28,7 +28,7 @@ def pytest_collection_finish(session):
     """Lets the garbage collector skip the libraries' objects, of which there are millions, and run less often."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 20)
+    gc.set_threshold(10_000, 10, 10)
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -10,8 +10,8 @@ import pytest
 
 HERE = pathlib.Path(__file__).parent
 FILES = sorted((HERE / "on_devices").glob("check_*.py"))
-#: Every process spends seconds on importing JAX, but several run in parallel.
-PROCESSES = 3
+#: Every process spends seconds on importing JAX, but two run in parallel.
+PROCESSES = 2
 
 
 @pytest.mark.parametrize("files", [FILES[first::PROCESSES] for first in range(PROCESSES)], ids=lambda f: f[0].stem)

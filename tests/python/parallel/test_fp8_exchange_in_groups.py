@@ -71,7 +71,7 @@ OF_COMPILED = [
     for compiled in (False, True)
 ]
 OF_NOTHING = [Case("ring", tokens=0), Case("all_to_all", tokens=0)]
-CASES = {"oracle": OF_ORACLE, "pairs": PAIRS, "compiled": OF_COMPILED, "nothing": OF_NOTHING}
+CASES = {"oracle": OF_ORACLE, "pairs": PAIRS, "nothing": OF_NOTHING}
 
 
 def check_by_oracle(case, arrays, cotangents, found):
@@ -127,10 +127,16 @@ def test_four_ranks(tmp_path):
     for without, sent in zip(of["pairs"][::2], of["pairs"][1::2], strict=True):
         check_pair(without, sent)
     assert any(np.isnan(rank["output"].astype(np.float32)).any() for rank in of["pairs"][0])
-    for eager, compiled in zip(of["compiled"][::2], of["compiled"][1::2], strict=True):
-        check_equal(eager, compiled)
     for rank in [rank for some in of["nothing"] for rank in some]:
         assert rank["output"].shape == rank["d_x"].shape == (0, D) and not any(array.any() for array in rank.values())
+
+
+@pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no Gloo")
+def test_compiled_cases_have_the_bits_of_eager_ones(tmp_path):
+    """Two ranks, because each of them compiles."""
+    found = [of_ranks for *_, of_ranks in run(tmp_path, OF_COMPILED, 2)]
+    for eager, compiled in zip(found[::2], found[1::2], strict=True):
+        check_equal(eager, compiled)
 
 
 @pytest.mark.gpu

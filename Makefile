@@ -33,9 +33,9 @@ demo:
 # CPU-minutes (user and system) of a fresh clone on two cores of an AMD EPYC, without a compiler cache:
 #   lint              4.5   includes the package's first build
 #   test-cpp         13.4   CUDA code for one architecture 8.2, C++ tests 1.4, CPU library 0.8, emulated kernels 3.0
-#   test-sanitizers   5     AddressSanitizer's build 2.9, its tests and fuzzing 1.1, ThreadSanitizer's build and tests 1.0
+#   test-sanitizers   5     AddressSanitizer's build 2.9, its tests and fuzzing 1.1, ThreadSanitizer's 1.0
 #   test-python      22     single processes, folder by folder
-# The sum is about 45. The last two were measured while other programs used the cores, which inflates them. Measure a new
+# The sum is about 45. The last two were measured beside other programs, which inflates them. Measure a new
 # test or kernel in the same way: `time make test-cpp`.
 test:
 	$(SETUP) test

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from anabranch.checks import INDEX_LIMIT, boolean, choice, describe, integer, number
 from anabranch.rows import check_num_rows
+from anabranch.torch.binding.described import Size
 
 __all__ = (
     "BOOL",
@@ -108,7 +108,12 @@ def num_rows(name: str, value: Any, align_size: int = 1) -> int:
 
 def exceeds_int32(number: Any) -> bool:
     """Whether a number exceeds int32. In a traced program, False for a size that depends on data."""
-    return bool(guard_or_false(number >= INDEX_LIMIT))
+    exceeds = number >= INDEX_LIMIT
+    if isinstance(exceeds, bool):
+        return exceeds
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # it imports sympy, which takes long
+
+    return bool(guard_or_false(exceeds))
 
 
 #: Torch 2.11 cannot compile sym_min inside `torch.device(...)`. Strict export with an align_size limits T there.
@@ -117,6 +122,10 @@ _SYM_MIN_IS_TRACED = torch.torch_version.TorchVersion(torch.__version__) >= "2.1
 
 def smaller(first: Any, second: Any) -> Any:
     """The smaller of two sizes, as an expression in a traced program: a comparison would limit a dynamic size."""
+    if isinstance(first, Size):
+        return first.smaller(second)
+    if isinstance(second, Size):
+        return second.smaller(first)
     if torch.compiler.is_dynamo_compiling() and not _SYM_MIN_IS_TRACED:
         return min(first, second)
     return torch.sym_min(first, second)

@@ -3,6 +3,8 @@
 They read shapes, dtypes and devices, never values, so the host does not wait for the device.
 """
 
+import collections
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -172,40 +174,71 @@ def same_device(name: str, first: Tensor, **others: Tensor | None) -> None:
             raise ValueError(f"{other}: got a tensor on {value.device}, expected {first.device}, where {name} is")
 
 
+#: Numbers of tokens below this one share the result of a check; larger ones may exceed limits such as that of int32.
+_FEW_TOKENS = 2**16
+
+
 class CheckCache:
     """Results of argument checks, by types, dtypes, shapes and options. Equal arguments are not checked again.
 
+    The number of tokens does not count, as long as all arguments agree on it.
+
     Args:
-      max_entries: size of the cache. The cache is cleared when it is full.
+      max_entries: size of the cache. The entry that was used least recently is removed when it is full.
     """
 
     def __init__(self, max_entries: int = 256):
         self.max_entries = max_entries
-        self.results: dict[Any, Any] = {}
+        self.results: collections.OrderedDict[Any, Any] = collections.OrderedDict()
+        self.lock = threading.Lock()
 
     def check(
-        self, tensors: Iterable[Any], options: Iterable[Any], check: Callable[[], Any], described: Any = None
+        self,
+        per_token: Iterable[Any],
+        tensors: Iterable[Any],
+        options: Iterable[Any],
+        check: Callable[[], Any],
+        described: Any = None,
     ) -> Any:
         """Returns the cached result for these arguments, or calls `check`.
 
         Args:
+          per_token: tensors or None, whose leading dimensions are those of the first, [..., D].
           tensors: tensors or None. `check` may depend on type, dtype, shape, layout and device, not on values.
           options: everything else that `check` depends on.
-          check: runs the checks. Its result must not hold a tensor.
+          check: runs the checks. Its result must not hold a tensor, nor depend on the leading dimensions.
           described: an object whose attributes are further options.
         """
         if torch.compiler.is_compiling():
             return check()
         options = tuple(options) if described is None else (*options, *vars(described).values())
         try:
-            descriptions = [t if t is None else (type(t), t.dtype, t.shape, t.layout, t.device) for t in tensors]
-            key = (*descriptions, *options, *map(type, options))  # 2.0 and True are distinct from 2
-            result = self.results.get(key)
-        except (TypeError, AttributeError, RuntimeError):  # not a tensor or not hashable: `check` raises the error
+            first, *others = per_token
+            leading = first.shape[:-1]
+            rank = len(leading)
+            key = (
+                rank if leading.numel() < _FEW_TOKENS else leading,
+                (type(first), first.dtype, first.shape[-1], first.layout, first.device),
+                *[
+                    t
+                    if t is None
+                    else (type(t), t.dtype, t.shape[:rank] == leading or t.shape, t.shape[rank:], t.layout, t.device)
+                    for t in others
+                ],
+                *[t if t is None else (type(t), t.dtype, t.shape, t.layout, t.device) for t in tensors],
+                *options,
+                *map(type, options),  # 2.0 and True are distinct from 2
+            )
+            hash(key)
+        except (TypeError, AttributeError, RuntimeError, IndexError):  # not a tensor: `check` raises the error
             return check()
-        if result is None:
-            result = check()
-            if len(self.results) >= self.max_entries:
-                self.results.clear()
+        with self.lock:
+            if (result := self.results.get(key)) is not None:
+                self.results.move_to_end(key)
+                return result
+        result = check()
+        with self.lock:
             self.results[key] = result
+            if len(self.results) > self.max_entries:
+                self.results.popitem(last=False)
         return result

@@ -2,9 +2,14 @@
 
 It computes `moe` if there is a router, and `routed_experts` if experts and weights are given. Losses are computed by
 the caller from the sums that it returns.
+
+There are two autograd functions with the same passes. `_FusedLayer` works under torch.compile, torch.func, modes and
+tensor subclasses: every result is an output of the function. `_EagerLayer` is for plain tensors in eager mode. Its
+outputs are only the differentiable results, because each input and output costs host time.
 """
 
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +17,7 @@ from torch import Tensor
 from anabranch.options import ExpertsConfig, Network, RouterOptions
 from anabranch.torch.binding.autocast import without_autocast
 from anabranch.torch.binding.autograd import Function
+from anabranch.torch.binding.eager import is_plain_eager, needs_graph
 from anabranch.torch.layer.gate import biased_gate_logits, gate_backward
 from anabranch.torch.ops import torch_ops
 from anabranch.torch.ops.experts import cast_weight
@@ -150,6 +156,47 @@ def _forward(config: LayerConfig, operands: Operands) -> tuple[Tensor, ...]:
     return *results, logits if o.logits is None and logits is not None else x.new_empty((0,), dtype=torch.float32)
 
 
+#: The operands that may need a gradient.
+_DIFFERENTIABLE = ("x", "w_in", "w_out", "b_in", "b_out", "gate", "gate_bias", "weights", "logits", "port")
+
+
+class _Saved(NamedTuple):
+    """What the backward pass reads, besides the operands for FP8."""
+
+    x: Tensor
+    w_in: Tensor
+    w_out: Tensor
+    b_in: Tensor | None
+    b_out: Tensor | None
+    gate: Tensor | None
+    gate_bias: Tensor | None
+    token_mask: Tensor | None
+    weights: Tensor
+    experts: Tensor
+    lse: Tensor
+    h: Tensor
+    logits: Tensor
+    row_of_slot: Tensor
+    slot_of_row: Tensor
+    group_sizes: Tensor
+
+
+def _saved(config: LayerConfig, o: Operands, result: LayerOutput) -> tuple[Tensor | None, ...]:
+    """The fields of a _Saved, and the operands for FP8."""
+    selection = o if config.router is None else result
+    return (
+        *(o.x, o.w_in, o.w_out, o.b_in, o.b_out, o.gate, o.gate_bias, o.token_mask),
+        *(selection.weights, selection.experts, result.lse),
+        *(result.h, result.logits if o.logits is None else o.logits),
+        *(result.row_of_slot, result.slot_of_row, result.group_sizes),
+        *backward_operands(o.quantized()),
+    )
+
+
+def _differentiable_results(config: LayerConfig) -> tuple[str, ...]:
+    return ("output",) if config.router is None else ("output", "weights", "score_sum", "lse")
+
+
 class _FusedLayer(Function):
     tensors = Operands._fields
 
@@ -162,36 +209,77 @@ class _FusedLayer(Function):
     def setup_context(ctx, inputs, output):
         ctx.config, *tensors = inputs
         o, result = Operands(*tensors), LayerOutput(*output)
-        differentiable = ("output",) if ctx.config.router is None else ("output", "weights", "score_sum", "lse")
+        differentiable = _differentiable_results(ctx.config)
         ctx.mark_non_differentiable(
             *(o for name, o in zip(LayerOutput._fields, output, strict=True) if name not in differentiable)
         )
         ctx.set_materialize_grads(False)
         ctx.device = o.x.device
-        selection = o if ctx.config.router is None else result
-        ctx.save_for_backward(
-            *(o.x, o.w_in, o.w_out, o.b_in, o.b_out, o.gate, o.gate_bias, o.token_mask),
-            *(selection.weights, selection.experts, result.lse),
-            *(result.h, result.logits if o.logits is None else o.logits),
-            *(result.row_of_slot, result.slot_of_row, result.group_sizes),
-            *backward_operands(o.quantized()),
-        )
+        ctx.save_for_backward(*_saved(ctx.config, o, result))
 
     @staticmethod
     def backward(ctx, d_output, _counts, _dropped, d_weights, _experts, d_score_sum, d_lse, *_):
+        needs = dict(zip(Operands._fields, ctx.needs_input_grad[1:], strict=True))
         with without_autocast(ctx.device):
-            gradients = _backward(ctx, d_output, d_weights, d_score_sum, d_lse)
+            gradients = _backward(ctx.config, needs, ctx.saved_tensors, d_output, d_weights, d_score_sum, d_lse)
         return None, *(gradients.get(name) for name in Operands._fields)
 
 
-def _backward(ctx, d_output, d_weights, d_score_sum, d_lse):
-    """Gradients by operand name."""
+class _EagerLayer(Function):
+    """See `_FusedLayer`. `results` is an empty list to which the results without a gradient are added, by name."""
+
+    tensors = _DIFFERENTIABLE
+
+    @staticmethod
+    def forward(ctx, config, operands, results, *_):
+        result = LayerOutput(*_forward(config, operands))
+        ctx.config = config
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*_saved(config, operands, result))
+        results.append(result)
+        if config.router is None:
+            return result.output
+        if config.aux_loss or config.z_loss:
+            return result.output, result.weights, result.score_sum, result.lse
+        return result.output, result.weights
+
+    @staticmethod
+    def backward(ctx, d_output, d_weights=None, d_score_sum=None, d_lse=None):
+        needs = dict(zip(_DIFFERENTIABLE, ctx.needs_input_grad[3:], strict=True))
+        saved = ctx.saved_tensors  # a checkpoint allows one read
+        with without_autocast(saved[0].device):
+            gradients = _backward(ctx.config, needs, saved, d_output, d_weights, d_score_sum, d_lse)
+        return None, None, None, *(gradients.get(name) for name in _DIFFERENTIABLE)
+
+
+def _eager_layer(config: LayerConfig, operands: Operands) -> LayerOutput:
+    """`fused_layer` in the plain eager case."""
+    differentiable = [getattr(operands, name) for name in _DIFFERENTIABLE]
+    if not needs_graph(differentiable):
+        return LayerOutput(*_forward(config, operands))
+    results: list[LayerOutput] = []
+    outputs = _EagerLayer.call(config, operands, results, *differentiable)
+    if config.router is None:
+        outputs = (outputs,)
+    return results.pop()._replace(**dict(zip(_differentiable_results(config), outputs, strict=False)))
+
+
+def _backward(
+    config: LayerConfig,
+    needs: Mapping[str, bool],
+    saved: Sequence[Any],
+    d_output: Tensor | None,
+    d_weights: Tensor | None,
+    d_score_sum: Tensor | None,
+    d_lse: Tensor | None,
+) -> dict[str, Tensor | None]:
+    """Gradients by operand name. needs: whether an operand needs its gradient; an operand may be missing."""
+    number = len(_Saved._fields)
     (
         x, w_in, w_out, b_in, b_out, gate, gate_bias, token_mask, weights, experts, lse,
-        h, logits, row_of_slot, slot_of_row, group_sizes, *quantized,
-    ) = ctx.saved_tensors  # fmt: skip
-    config, dtype = ctx.config, x.dtype
-    needs = dict(zip(Operands._fields, ctx.needs_input_grad[1:], strict=True))
+        h, logits, row_of_slot, slot_of_row, group_sizes,
+    ) = saved[:number]  # fmt: skip
+    quantized, dtype = saved[number:], x.dtype
     through_gate = gate is not None and (needs["x"] or needs["gate"] or needs["gate_bias"])
     needs_logits = through_gate or needs["logits"]
     if d_output is None:
@@ -237,4 +325,6 @@ def _backward(ctx, d_output, d_weights, d_score_sum, d_lse):
 
 def fused_layer(config: LayerConfig, operands: Operands) -> LayerOutput:
     """The layer on checked, flattened operands."""
+    if is_plain_eager(operands.x.device, operands):
+        return _eager_layer(config, operands)
     return LayerOutput(*_FusedLayer.call(config, *operands))

@@ -203,6 +203,12 @@ _TENSORS = (
 )
 
 
+_OTHER_TENSORS = (
+    *("w_in", "w_out", "b_in", "b_out", "gate", "gate_bias", "expert_bias"),
+    *(f"quantized_{name}" for name in QuantizedExperts._fields),
+)
+
+
 def run_layer(
     options: LayerOptions,
     tensors: dict[str, Any],
@@ -223,7 +229,8 @@ def run_layer(
         then x has no gradient, see `called_gate`.
       others: as in `moe`.
     """
-    tensors = {name: tensors.get(name) for name in _TENSORS} | quantized_fields(quantized)
+    tensors = dict.fromkeys(_OTHER_TENSORS) | {name: tensors.get(name) for name in _TENSORS}
+    tensors |= quantized_fields(quantized)
     x, w_in, gate, gate_bias, expert_bias, token_mask, forced_experts = (
         tensors[name] for name in ("x", "w_in", "gate", "gate_bias", "expert_bias", "token_mask", "forced_experts")
     )
@@ -231,7 +238,8 @@ def run_layer(
     ranks = 1 if parallel is None else parallel.ranks
     has_loss_group = check_group("loss_group", loss_group) is not None
     config: LayerConfig = _check_cache.check(
-        tensors.values(),
+        (x, token_mask, forced_experts, tensors["logits"], tensors["port"]),
+        [tensors[name] for name in _OTHER_TENSORS],
         (ranks, has_loss_group, type(quantized)),
         lambda: _checked(options, ranks, tensors, quantized, loss_group),
         options,

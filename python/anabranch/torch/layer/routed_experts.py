@@ -103,7 +103,8 @@ def routed_experts(
     parallel = check_parallel(group, transport, capacity_factor, fp8_exchange, precision_number(given.precision))
     ranks = 1 if parallel is None else parallel.ranks
     config: LayerConfig = _check_cache.check(
-        tensors.values(),
+        (x, experts, weights),
+        (w_in, w_out, b_in, b_out, *quantized_fields(quantized).values()),
         (ranks, type(quantized)),
         lambda: _checked(given, ranks, tensors, quantized),
         given,

@@ -22,13 +22,14 @@ _ALIGNMENT = 512
 _ALIGNMENT_OF_PATHS = 16
 _CELLS = {4: ctypes.c_int32, 8: ctypes.c_int64}
 
-_ERRORS = {1: ValueError, 2: NotImplementedError, 3: MemoryError}
+#: Exceptions by the code of a status.
+ERRORS = {1: ValueError, 2: NotImplementedError, 3: MemoryError}
 _Shape = tuple[Any, ...]
 
 
 def _check(status: _library.Status) -> None:
     if status.code != 0:
-        raise _ERRORS.get(status.code, RuntimeError)(status.message.decode())
+        raise ERRORS.get(status.code, RuntimeError)(status.message.decode())
 
 
 def _strides(shape: _Shape, order: _Shape) -> tuple[_Shape, _Shape]:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anabranch.torch.binding import native as _native
 from anabranch.torch.binding.autograd import loop_batch
 from anabranch.torch.binding.calls import Call, PreparedCalls, flat_sizes
 from anabranch.torch.binding.derivatives import reject_derivative
@@ -86,22 +87,15 @@ def _prepare(
     return prepared
 
 
-def define(schema: str, allocate: Callable[..., Any], calls: Callable[..., Call | Sequence[Call]]) -> Any:
-    """Registers an operation.
-
-    Args:
-      schema: its signature; the first argument is a required tensor.
-      allocate: allocates the results, given the arguments.
-      calls: returns the C calls that compute the results, in order, given results and arguments.
-    """
-    name = schema.split("(")[0]
-    _ops.define(schema)
-    operation = getattr(torch.ops.anabranch, name).default
-    single = len(operation._schema.returns) == 1
-    kinds = [str(argument.real_type) for argument in operation._schema.arguments]
-    tensors = [i for i, kind in enumerate(kinds) if kind in ("Tensor", "Optional[Tensor]")]
-    sizes_at = [i for i, kind in enumerate(kinds) if kind == "SymInt"]
-    options = [i for i in range(len(kinds)) if i not in tensors and i not in sizes_at]
+def _python_run(
+    name: str, schema: Any, allocate: Callable[..., Any], calls: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The kernel of an operation as a Python function."""
+    single = len(schema.returns) == 1
+    kinds = _native.kinds_of(schema)
+    tensors = [i for i, kind in enumerate(kinds) if kind in "Tt"]
+    sizes_at = [i for i, kind in enumerate(kinds) if kind == "n"]
+    options = [i for i, kind in enumerate(kinds) if kind not in "Ttn"]
 
     def run(*arguments: Any) -> Any:
         given = [t if t.is_contiguous() else t.contiguous() for i in tensors if (t := arguments[i]) is not None]
@@ -123,6 +117,44 @@ def define(schema: str, allocate: Callable[..., Any], calls: Callable[..., Call 
         _free_calls.give_back(key, prepared)
         return results[0] if single else results
 
+    return run
+
+
+def _native_run(operation: Any) -> Callable[..., Any]:
+    """Calls the native kernel of an operation, below autograd."""
+
+    def run(*arguments: Any) -> Any:
+        with _native.python_errors(), torch._C._AutoDispatchBelowAutograd():
+            return operation(*arguments)
+
+    return run
+
+
+def forget_prepared() -> None:
+    """Removes all prepared calls, for tests."""
+    global _free_calls
+    _free_calls = _FreeCalls()
+    if _native.native is not None:
+        _native.native.forget()
+
+
+def define(schema: str, allocate: Callable[..., Any], calls: Callable[..., Call | Sequence[Call]]) -> Any:
+    """Registers an operation.
+
+    Args:
+      schema: its signature; the first argument is a required tensor.
+      allocate: allocates the results, given the arguments.
+      calls: returns the C calls that compute the results, in order, given results and arguments.
+    """
+    name = schema.split("(")[0]
+    _ops.define(schema)
+    operation = getattr(torch.ops.anabranch, name).default
+    native = _native.native
+    if native is not None and native.register(name, operation._schema, allocate, calls):
+        run, keys = _native_run(operation), [key for key in ("CPU", "CUDA") if key not in native.dispatch_keys]
+    else:
+        run, keys = _python_run(name, operation._schema, allocate, calls), ["CPU", "CUDA"]
+
     def fake(*arguments: Any) -> Any:
         # `run` makes its arguments contiguous, so results have the strides of contiguous arguments.
         return allocate(*[a.contiguous() if isinstance(a, Tensor) else a for a in arguments])
@@ -130,7 +162,7 @@ def define(schema: str, allocate: Callable[..., Any], calls: Callable[..., Call 
     def batched(info: Any, in_dims: Any, *arguments: Any) -> Any:
         return loop_batch(operation, info, in_dims, arguments)
 
-    for key in ("CPU", "CUDA"):
+    for key in keys:
         _ops.impl(name, run, key)
     torch.library.register_fake(f"anabranch::{name}", fake, lib=_ops)
     torch.library.register_vmap(f"anabranch::{name}", batched, lib=_ops)

@@ -87,9 +87,7 @@ def _prepare(
     return prepared
 
 
-def _python_run(
-    name: str, schema: Any, allocate: Callable[..., Any], calls: Callable[..., Any]
-) -> Callable[..., Any]:
+def _python_run(name: str, schema: Any, allocate: Callable[..., Any], calls: Callable[..., Any]) -> Callable[..., Any]:
     """The kernel of an operation as a Python function."""
     single = len(schema.returns) == 1
     kinds = _native.kinds_of(schema)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from anabranch import _library, _structs, _versions
+from anabranch import _library, _structs
 from anabranch.torch.binding.calls import ERRORS, Call, PreparedCalls
 from anabranch.torch.binding.described import Described, Sizes
 
@@ -285,7 +285,7 @@ class Native:
         self._held.pop(description[0].exec, None)
 
 
-class python_errors:  # noqa: N801
+class python_errors:
     """A context in which errors of native kernels become the exceptions that they stand for."""
 
     def __enter__(self) -> None:
@@ -294,6 +294,14 @@ class python_errors:  # noqa: N801
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         if kind is RuntimeError and native is not None and (translated := native.translated(error)) is not error:
             raise translated from None
+
+
+def call(operation: Any, *arguments: Any) -> Any:
+    """Calls an operation outside autograd functions, where its errors are not yet those of Python."""
+    if torch.compiler.is_compiling():
+        return operation(*arguments)
+    with python_errors():
+        return operation(*arguments)
 
 
 def _address(function: Any) -> int | None:

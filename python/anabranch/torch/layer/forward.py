@@ -8,6 +8,7 @@ tensor subclasses: every result is an output of the function. `_EagerLayer` is f
 outputs are only the differentiable results, because each input and output costs host time.
 """
 
+import collections
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from anabranch.options import ExpertsConfig, Network, RouterOptions
 from anabranch.torch.binding.autocast import without_autocast
 from anabranch.torch.binding.autograd import Function
 from anabranch.torch.binding.eager import is_plain_eager, needs_graph
+from anabranch.torch.layer import native_passes
 from anabranch.torch.layer.gate import biased_gate_logits, gate_backward
 from anabranch.torch.ops import torch_ops
 from anabranch.torch.ops.experts import cast_weight
@@ -40,6 +42,8 @@ class LayerConfig(NamedTuple):
     """Router results that losses and the backward pass need, besides counts."""
     aux_loss: bool
     z_loss: bool
+    number: int
+    """The number of the options for native operations; -1: none."""
 
 
 def layer_config(
@@ -54,7 +58,8 @@ def layer_config(
     network = experts.network()
     requested = Requested(False, aux_loss, z_loss or (router is not None and router.reads_lse))
     options = layer_numbers(router, network, num_experts, align_size, requested)
-    return LayerConfig(router, network, num_experts, align_size, options, requested, aux_loss, z_loss)
+    number = native_passes.number_of(options, network)
+    return LayerConfig(router, network, num_experts, align_size, options, requested, aux_loss, z_loss, number)
 
 
 def requested_cotangents(
@@ -182,15 +187,21 @@ class _Saved(NamedTuple):
 
 
 def _saved(config: LayerConfig, o: Operands, result: LayerOutput) -> tuple[Tensor | None, ...]:
-    """The fields of a _Saved, and the operands for FP8."""
+    """The fields of a _Saved, and the operands for FP8, if they are given."""
     selection = o if config.router is None else result
     return (
         *(o.x, o.w_in, o.w_out, o.b_in, o.b_out, o.gate, o.gate_bias, o.token_mask),
         *(selection.weights, selection.experts, result.lse),
         *(result.h, result.logits if o.logits is None else o.logits),
         *(result.row_of_slot, result.slot_of_row, result.group_sizes),
-        *backward_operands(o.quantized()),
+        *(() if o.quantized_w_in is None else backward_operands(o.quantized())),
     )
+
+
+def _split(saved: Sequence[Any]) -> tuple[_Saved, Sequence[Any]]:
+    """The inverse of `_saved`: a _Saved, and the operands for FP8."""
+    number = len(_Saved._fields)
+    return _Saved(*saved[:number]), saved[number:] or (None,) * 4
 
 
 def _differentiable_results(config: LayerConfig) -> tuple[str, ...]:
@@ -226,14 +237,18 @@ class _FusedLayer(Function):
 
 
 class _EagerLayer(Function):
-    """See `_FusedLayer`. `results` is an empty list to which the results without a gradient are added, by name."""
+    """See `_FusedLayer`.
+
+    `operands` has all operands, also those without a gradient; `given` has those named by `names`. The results are
+    added to the empty list `results`.
+    """
 
     tensors = _DIFFERENTIABLE
 
     @staticmethod
-    def forward(ctx, config, operands, results, *_):
-        result = LayerOutput(*_forward(config, operands))
-        ctx.config = config
+    def forward(ctx, config, operands, results, is_native, *given):
+        result = _eager_forward(config, operands, is_native)
+        ctx.config, ctx.is_native = config, is_native
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*_saved(config, operands, result))
         results.append(result)
@@ -245,23 +260,39 @@ class _EagerLayer(Function):
 
     @staticmethod
     def backward(ctx, d_output, d_weights=None, d_score_sum=None, d_lse=None):
-        needs = dict(zip(_DIFFERENTIABLE, ctx.needs_input_grad[3:], strict=True))
-        saved = ctx.saved_tensors  # a checkpoint allows one read
-        with without_autocast(saved[0].device):
-            gradients = _backward(ctx.config, needs, saved, d_output, d_weights, d_score_sum, d_lse)
-        return None, None, None, *(gradients.get(name) for name in _DIFFERENTIABLE)
+        names = _DIFFERENTIABLE[: len(ctx.needs_input_grad) - 4]
+        needs = dict(zip(names, ctx.needs_input_grad[4:], strict=True))
+        config, saved, cotangents = ctx.config, ctx.saved_tensors, (d_output, d_weights, d_score_sum, d_lse)
+        device = saved[0].device
+        if ctx.is_native and d_weights is None and (needs["x"] or needs["gate"]) and is_plain_eager(device, cotangents):
+            d_sums = requested_cotangents(config, d_score_sum, d_lse)
+            gradients = native_passes.backward(config, needs, *_split(saved), d_output, d_sums)
+        else:
+            with without_autocast(device):
+                gradients = _backward(config, needs, saved, *cotangents)
+        return None, None, None, None, *(gradients.get(name) for name in names)
+
+
+def _eager_forward(config: LayerConfig, operands: Operands, is_native: bool) -> LayerOutput:
+    return LayerOutput(*(native_passes.forward if is_native else _forward)(config, operands))
 
 
 def _eager_layer(config: LayerConfig, operands: Operands) -> LayerOutput:
     """`fused_layer` in the plain eager case."""
-    differentiable = [getattr(operands, name) for name in _DIFFERENTIABLE]
-    if not needs_graph(differentiable):
-        return LayerOutput(*_forward(config, operands))
+    o, is_native = operands, native_passes.applies(config, operands)
+    given: tuple[Tensor | None, ...] = (o.x, o.w_in, o.w_out, o.b_in, o.b_out, o.gate)
+    if not is_native:
+        given = (*given, o.gate_bias, o.weights, o.logits, o.port)
+    if not needs_graph(given):
+        return _eager_forward(config, operands, is_native)
     results: list[LayerOutput] = []
-    outputs = _EagerLayer.call(config, operands, results, *differentiable)
+    outputs = _EagerLayer.call_eager(config, operands, results, is_native, *given)
+    (r,) = results
     if config.router is None:
-        outputs = (outputs,)
-    return results.pop()._replace(**dict(zip(_differentiable_results(config), outputs, strict=False)))
+        return r._replace(output=outputs)
+    output, weights, *sums = outputs
+    score_sum, lse = sums or (r.score_sum, r.lse)
+    return LayerOutput(output, r.tokens_per_expert, r.dropped, weights, r.experts, score_sum, lse, *r[7:])
 
 
 def _backward(
@@ -273,13 +304,12 @@ def _backward(
     d_score_sum: Tensor | None,
     d_lse: Tensor | None,
 ) -> dict[str, Tensor | None]:
-    """Gradients by operand name. needs: whether an operand needs its gradient; an operand may be missing."""
-    number = len(_Saved._fields)
+    """Gradients by operand name. needs: whether an operand needs its gradient; False for a missing one."""
     (
         x, w_in, w_out, b_in, b_out, gate, gate_bias, token_mask, weights, experts, lse,
         h, logits, row_of_slot, slot_of_row, group_sizes,
-    ) = saved[:number]  # fmt: skip
-    quantized, dtype = saved[number:], x.dtype
+    ), quantized = _split(saved)  # fmt: skip
+    needs, dtype = collections.defaultdict(bool, needs), x.dtype
     through_gate = gate is not None and (needs["x"] or needs["gate"] or needs["gate_bias"])
     needs_logits = through_gate or needs["logits"]
     if d_output is None:

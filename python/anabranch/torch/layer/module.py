@@ -16,7 +16,7 @@ from anabranch.torch.binding.autocast import as_autocast
 from anabranch.torch.binding.group import check_group, local_part, summed
 from anabranch.torch.layer.called_gate import fork
 from anabranch.torch.layer.counts import add_counts
-from anabranch.torch.layer.moe import MoEOutput, checked_config, run_layer
+from anabranch.torch.layer.moe import LayerTensors, MoEOutput, checked_config, run_layer
 from anabranch.torch.layer.parameters import Initializer, check_plain, draw, fan_in_normal_
 from anabranch.torch.layer.submodules import Gate, OnRanks, SharedExpert, is_plain
 from anabranch.torch.layer.wrapping import check_wrapping
@@ -377,7 +377,8 @@ class MoE(OnRanks):
         def weight(value: Tensor) -> Tensor:  # float32 weights get unrounded gradients
             return value if value.dtype == torch.float32 else value.to(x.dtype)
 
-        tensors: dict[str, Any] = dict(
+        tensors = LayerTensors(
+            x=x,
             w_in=weight(w_in),
             w_out=weight(w_out),
             b_in=None if up_bias is None else local_part(up_bias).to(x.dtype).reshape(w_in.shape[:-1]),
@@ -387,11 +388,11 @@ class MoE(OnRanks):
             forced_experts=forced_experts,
         )
         if is_plain(self.gate):
-            tensors |= dict(x=x, gate=self.gate.weight.T, gate_bias=self.gate.bias)
+            tensors = tensors._replace(gate=self.gate.weight.T, gate_bias=self.gate.bias)
         else:
             for_gate, port = fork(x, mask)
             logits = _called("gate", self.gate, (*x.shape[:-1], ("E", self.num_experts)), for_gate)
-            tensors |= dict(x=x.detach(), logits=logits.float(), port=port)
+            tensors = tensors._replace(x=x.detach(), logits=logits.float(), port=port)
         result = run_layer(
             self.options_of_replay if replays else self.options,
             tensors,

@@ -17,6 +17,7 @@ from anabranch._text import shown
 from anabranch.rows import check_num_slots
 from anabranch.torch.binding import check
 from anabranch.torch.binding.autograd import Function
+from anabranch.torch.binding.native import call
 from anabranch.torch.ops import torch_ops
 from anabranch.torch.ops.dispatch import ANY_DTYPE, _Combine, _Dispatch
 
@@ -136,7 +137,7 @@ def _permute(
     inp: Tensor, routing_map: Tensor, num_rows: int, align_size: int, probs: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """(rows, their probabilities, row_id_map, tokens_per_expert) for a bool mask."""
-    counts, row_of_slot, slot_of_row, row_id_map = torch_ops.plan_of_map(routing_map, num_rows, align_size)
+    counts, row_of_slot, slot_of_row, row_id_map = call(torch_ops.plan_of_map, routing_map, num_rows, align_size)
     rows = _Dispatch.call(inp, row_of_slot, slot_of_row)
     permuted_probs = None if probs is None else _DispatchProbs.call(probs, row_of_slot, slot_of_row)
     return rows, permuted_probs, row_id_map, counts
@@ -377,7 +378,7 @@ def moe_unpermute(
         weights = check.optional_tensor(name, weights, check.FLOATS, (("T", T), ("E", E)))
         offsets = None if pad_offsets is None else check.indices("pad_offsets", pad_offsets, (("E", E),))
         check.same_device("inp", inp, row_id_map=row_id_map, pad_offsets=offsets, **{name: weights})
-        row_of_slot, slot_of_row = torch_ops.expand_row_id_map(row_id_map, offsets, R)
+        row_of_slot, slot_of_row = call(torch_ops.expand_row_id_map, row_id_map, offsets, R)
     if restore_shape is not None:
         _check_shape(restore_shape, (row_of_slot.shape[0], D))
     out: Tensor = _Combine.call(inp, row_of_slot, slot_of_row, weights)

@@ -111,7 +111,7 @@ def load() -> ctypes.CDLL:
             library = ctypes.CDLL(str(path))
         except OSError as second:
             raise LibraryError(f"{path}: {second}") from second
-    return _with_symbols(library, ("ab_describe", *HANDLERS, *WORKSPACE_BOUNDS))
+    return with_symbols(library, ("ab_describe", *WORKSPACE_BOUNDS))
 
 
 def on_cuda(name: str) -> str:
@@ -123,7 +123,7 @@ def on_cuda(name: str) -> str:
     return name.replace("ab_", "ab_cuda_", 1)
 
 
-def _with_symbols(library: ctypes.CDLL, names: Sequence[str]) -> ctypes.CDLL:
+def with_symbols(library: ctypes.CDLL, names: Sequence[str]) -> ctypes.CDLL:
     """Returns the library if it has these functions; otherwise it is another library or another version."""
     missing = [name for name in names if not hasattr(library, name)]
     if missing:
@@ -147,7 +147,7 @@ def load_cuda() -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise LibraryError(f"{path}: {error}") from error
-    return _with_symbols(library, tuple(map(on_cuda, ("ab_describe", *HANDLERS, "ab_experts_path"))))
+    return with_symbols(library, tuple(map(on_cuda, ("ab_describe", "ab_experts_path"))))
 
 
 def _facts(describe: Any) -> dict[str, str]:

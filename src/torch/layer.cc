@@ -94,7 +94,7 @@ Tensor gradient_on_cpu(const Tensor& given_x, const Tensor& d_logits) {
   Arguments arguments;
   for (const Tensor* operand : {&x, &d_logits, &sizes}) arguments.add(*operand);
   arguments.add_option(static_cast<int8_t>(float32));
-  arguments.add_option(Value{0});  // precision "highest"
+  arguments.add_option(Value{0});                                                    // precision "highest"
   const Tensor product = std::move(run(numbers().grouped_matmul_dw, arguments)[0]);  // [1, D, E]
   return viewed(product, 2, product.sizes() + 1);
 }
@@ -139,9 +139,32 @@ void layer_forward(Value* stack, uint64_t, uint64_t) {
 
 void layer_backward(Value* stack, uint64_t, uint64_t) {
   enum {
-    D_OUTPUT, D_SCORE_SUM, D_LSE, TOKENS, GATE, X, W_IN, W_OUT, B_IN, B_OUT, MASK, WEIGHTS, EXPERTS, LSE, H, LOGITS,
-    ROW_OF_SLOT, SLOT_OF_ROW, GROUP_SIZES, QUANTIZED, W_IN_DTYPE = QUANTIZED + 4, W_OUT_DTYPE, D_X_DTYPE, NEEDS_W_IN,
-    NEEDS_W_OUT, CONFIG,
+    D_OUTPUT,
+    D_SCORE_SUM,
+    D_LSE,
+    TOKENS,
+    GATE,
+    X,
+    W_IN,
+    W_OUT,
+    B_IN,
+    B_OUT,
+    MASK,
+    WEIGHTS,
+    EXPERTS,
+    LSE,
+    H,
+    LOGITS,
+    ROW_OF_SLOT,
+    SLOT_OF_ROW,
+    GROUP_SIZES,
+    QUANTIZED,
+    W_IN_DTYPE = QUANTIZED + 4,
+    W_OUT_DTYPE,
+    D_X_DTYPE,
+    NEEDS_W_IN,
+    NEEDS_W_OUT,
+    CONFIG,
   };  // clang-format does not break lists
   const std::vector<Tensor> t = take(stack, "TttTGTTTtttTTTTTTTTtttt");
   const Config& config = configs().at(stack[CONFIG]);
@@ -172,8 +195,8 @@ void layer_backward(Value* stack, uint64_t, uint64_t) {
   for (int i = 0; i < 4; ++i) add(arguments, t[QUANTIZED + i]);
   arguments.add_options(config.network);
   std::vector<Tensor> inputs = run(numbers().experts_inputs, arguments);
-  Tensor* results[] = {&inputs[0],        &inputs[1],       &inputs[2],         &hidden[D_W_OUT],
-                       &hidden[D_B_OUT], &d_gate, &hidden[D_LOGITS]};
+  Tensor* results[] = {&inputs[0],       &inputs[1], &inputs[2],       &hidden[D_W_OUT],
+                       &hidden[D_B_OUT], &d_gate,    &hidden[D_LOGITS]};
   int i = 0;
   for (Tensor* result : results) stack[i++] = result->release_value();
 }

@@ -64,6 +64,15 @@ AB_EXPORT int32_t ab_torch_config(const char* layer, int64_t layer_size, const c
   });
 }
 
+// The sizes of the structs of prepared.h, in the order of Python's tests.
+AB_EXPORT void ab_torch_struct_sizes(int64_t sizes[7]) {
+  int i = 0;
+  for (size_t size : {sizeof(Description), sizeof(Node), sizeof(Condition), sizeof(Result), sizeof(Place), sizeof(Cell),
+                      sizeof(Call)}) {
+    sizes[i++] = static_cast<int64_t>(size);
+  }
+}
+
 AB_EXPORT void ab_torch_forget() { forget(); }
 
 AB_EXPORT void ab_torch_count(int64_t* prepared, int64_t* runs) { count(prepared, runs); }

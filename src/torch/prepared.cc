@@ -26,8 +26,14 @@ int64_t evaluate(const Node& node, const std::vector<int64_t>& numbers) {
     case 0: overflow = __builtin_add_overflow(a, b, &value); break;
     case 1: overflow = __builtin_sub_overflow(a, b, &value); break;
     case 2: overflow = __builtin_mul_overflow(a, b, &value); break;
-    case 3: overflow = b == 0; value = overflow ? 0 : a / b - (a % b != 0 && (a < 0) != (b < 0)); break;
-    case 4: overflow = b == 0; value = overflow ? 0 : (a % b + b) % b; break;
+    case 3:
+      overflow = b == 0;
+      value = overflow ? 0 : a / b - (a % b != 0 && (a < 0) != (b < 0));
+      break;
+    case 4:
+      overflow = b == 0;
+      value = overflow ? 0 : (a % b + b) % b;
+      break;
     default: value = std::min(a, b);
   }
   if (overflow) fail(AB_INVALID_ARGUMENT, "arguments: got sizes whose products exceed int64, expected smaller ones");

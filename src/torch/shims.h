@@ -13,52 +13,52 @@ namespace anabranch::torch {
 inline constexpr int64_t kMaxRank = 6;  // of results; AB_MAX_RANK
 
 using Handle = void*;    // AtenTensorHandle: an owned reference to a tensor
-using Value = uint64_t;   // StableIValue: an argument or a result on the stack of a boxed kernel
-using Error = int32_t;    // 0: success
+using Value = uint64_t;  // StableIValue: an argument or a result on the stack of a boxed kernel
+using Error = int32_t;   // 0: success
 using Kernel = void (*)(Value* stack, uint64_t num_arguments, uint64_t num_results);
 
 // X(field, symbol, type): required functions, which exist since torch 2.9.
-#define ANABRANCH_TORCH_SHIMS(X)                                                                                      \
-  X(delete_tensor, "aoti_torch_delete_tensor_object", Error (*)(Handle))                                              \
-  X(get_data, "aoti_torch_get_data_ptr", Error (*)(Handle, void**))                                                   \
-  X(get_rank, "aoti_torch_get_dim", Error (*)(Handle, int64_t*))                                                      \
-  X(get_sizes, "aoti_torch_get_sizes", Error (*)(Handle, int64_t**))                                                  \
-  X(get_strides, "aoti_torch_get_strides", Error (*)(Handle, int64_t**))                                              \
-  X(get_dtype, "aoti_torch_get_dtype", Error (*)(Handle, int32_t*))                                                   \
-  X(get_device_type, "aoti_torch_get_device_type", Error (*)(Handle, int32_t*))                                       \
-  X(get_device_index, "aoti_torch_get_device_index", Error (*)(Handle, int32_t*))                                     \
-  X(is_contiguous, "aoti_torch_is_contiguous", Error (*)(Handle, bool*))                                              \
-  X(new_handle, "aoti_torch_new_tensor_handle", Error (*)(Handle, Handle*))                                           \
-  X(empty_strided, "aoti_torch_empty_strided",                                                                        \
-    Error (*)(int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, Handle*))                           \
-  X(reinterpret, "aoti_torch__reinterpret_tensor",                                                                    \
-    Error (*)(Handle, int64_t, const int64_t*, const int64_t*, int64_t, Handle*))                                     \
-  X(library_impl_2_9, "aoti_torch_library_impl", Error (*)(void*, const char*, Kernel))                               \
-  X(call_dispatcher_2_9, "aoti_torch_call_dispatcher", Error (*)(const char*, const char*, Value*))                   \
-  X(library_init_impl, "aoti_torch_library_init_impl",                                                                \
-    Error (*)(const char*, const char*, const char*, uint32_t, void**))                                               \
-  X(device_type_cpu, "aoti_torch_device_type_cpu", int32_t (*)())                                                     \
-  X(dtype_uint8, "aoti_torch_dtype_uint8", int32_t (*)())                                                             \
-  X(dtype_int32, "aoti_torch_dtype_int32", int32_t (*)())                                                             \
-  X(dtype_float32, "aoti_torch_dtype_float32", int32_t (*)())                                                         \
+#define ANABRANCH_TORCH_SHIMS(X)                                                                    \
+  X(delete_tensor, "aoti_torch_delete_tensor_object", Error (*)(Handle))                            \
+  X(get_data, "aoti_torch_get_data_ptr", Error (*)(Handle, void**))                                 \
+  X(get_rank, "aoti_torch_get_dim", Error (*)(Handle, int64_t*))                                    \
+  X(get_sizes, "aoti_torch_get_sizes", Error (*)(Handle, int64_t**))                                \
+  X(get_strides, "aoti_torch_get_strides", Error (*)(Handle, int64_t**))                            \
+  X(get_dtype, "aoti_torch_get_dtype", Error (*)(Handle, int32_t*))                                 \
+  X(get_device_type, "aoti_torch_get_device_type", Error (*)(Handle, int32_t*))                     \
+  X(get_device_index, "aoti_torch_get_device_index", Error (*)(Handle, int32_t*))                   \
+  X(is_contiguous, "aoti_torch_is_contiguous", Error (*)(Handle, bool*))                            \
+  X(new_handle, "aoti_torch_new_tensor_handle", Error (*)(Handle, Handle*))                         \
+  X(empty_strided, "aoti_torch_empty_strided",                                                      \
+    Error (*)(int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, Handle*))         \
+  X(reinterpret, "aoti_torch__reinterpret_tensor",                                                  \
+    Error (*)(Handle, int64_t, const int64_t*, const int64_t*, int64_t, Handle*))                   \
+  X(library_impl_2_9, "aoti_torch_library_impl", Error (*)(void*, const char*, Kernel))             \
+  X(call_dispatcher_2_9, "aoti_torch_call_dispatcher", Error (*)(const char*, const char*, Value*)) \
+  X(library_init_impl, "aoti_torch_library_init_impl",                                              \
+    Error (*)(const char*, const char*, const char*, uint32_t, void**))                             \
+  X(device_type_cpu, "aoti_torch_device_type_cpu", int32_t (*)())                                   \
+  X(dtype_uint8, "aoti_torch_dtype_uint8", int32_t (*)())                                           \
+  X(dtype_int32, "aoti_torch_dtype_int32", int32_t (*)())                                           \
+  X(dtype_float32, "aoti_torch_dtype_float32", int32_t (*)())                                       \
   X(dtype_bfloat16, "aoti_torch_dtype_bfloat16", int32_t (*)())
 
 // Functions since torch 2.10. Without them, operations with lists or strings have no native kernel.
-#define ANABRANCH_TORCH_NEWER_SHIMS(X)                                                                                \
-  X(library_impl, "torch_library_impl", Error (*)(void*, const char*, Kernel, uint64_t))                              \
-  X(call_dispatcher, "torch_call_dispatcher", Error (*)(const char*, const char*, Value*, uint64_t))                  \
-  X(list_size, "torch_list_size", Error (*)(void*, size_t*))                                                          \
-  X(list_get_item, "torch_list_get_item", Error (*)(void*, size_t, Value*))                                           \
-  X(delete_list, "torch_delete_list", Error (*)(void*))                                                               \
-  X(string_length, "torch_string_length", Error (*)(void*, size_t*))                                                  \
-  X(string_data, "torch_string_c_str", Error (*)(void*, const char**))                                                \
-  X(delete_string, "torch_delete_string", Error (*)(void*))                                                           \
+#define ANABRANCH_TORCH_NEWER_SHIMS(X)                                                               \
+  X(library_impl, "torch_library_impl", Error (*)(void*, const char*, Kernel, uint64_t))             \
+  X(call_dispatcher, "torch_call_dispatcher", Error (*)(const char*, const char*, Value*, uint64_t)) \
+  X(list_size, "torch_list_size", Error (*)(void*, size_t*))                                         \
+  X(list_get_item, "torch_list_get_item", Error (*)(void*, size_t, Value*))                          \
+  X(delete_list, "torch_delete_list", Error (*)(void*))                                              \
+  X(string_length, "torch_string_length", Error (*)(void*, size_t*))                                 \
+  X(string_data, "torch_string_c_str", Error (*)(void*, const char**))                               \
+  X(delete_string, "torch_delete_string", Error (*)(void*))                                          \
   X(get_num_threads, "torch_get_num_threads", Error (*)(uint32_t*))
 
 // Required functions of torch's CUDA library.
-#define ANABRANCH_TORCH_CUDA_SHIMS(X)                                                                                 \
-  X(get_stream, "aoti_torch_get_current_cuda_stream", Error (*)(int32_t, void**))                                     \
-  X(new_device_guard, "aoti_torch_create_cuda_guard", Error (*)(int32_t, void**))                                     \
+#define ANABRANCH_TORCH_CUDA_SHIMS(X)                                             \
+  X(get_stream, "aoti_torch_get_current_cuda_stream", Error (*)(int32_t, void**)) \
+  X(new_device_guard, "aoti_torch_create_cuda_guard", Error (*)(int32_t, void**)) \
   X(delete_device_guard, "aoti_torch_delete_cuda_guard", Error (*)(void*))
 
 struct Shims {

@@ -162,6 +162,12 @@ class Native:
         if number < 0:
             raise RuntimeError(self.library.ab_torch_error().decode())
 
+    def describe(self) -> str:
+        """What is native, for `python -m anabranch info`."""
+        devices = " and ".join(self.dispatch_keys)
+        lists = "" if self.takes_lists else f", not those with lists, which torch {torch.__version__} can't pass"
+        return f"native on {devices}{lists}: {self.library._name}"
+
     def counts(self) -> tuple[int, int]:
         """How many calls have been prepared, and how many operations have run."""
         prepared, runs = ctypes.c_int64(), ctypes.c_int64()
@@ -331,9 +337,10 @@ def _load() -> Native:
         raise _Unavailable(f"{path} does not exist")
     folder = pathlib.Path(torch.__file__).parent / "lib"
     cuda = folder / "libtorch_cuda.so"
+    has_cuda = cuda.exists() and os.environ.get("ANABRANCH_TORCH_NATIVE") == "cuda"
     try:
         libraries = [ctypes.CDLL(str(file)) for file in (path, folder / "libtorch_cpu.so")]
-        return Native(*libraries, ctypes.CDLL(str(cuda)) if cuda.exists() else None)
+        return Native(*libraries, ctypes.CDLL(str(cuda)) if has_cuda else None)
     except OSError as error:
         raise _Unavailable(str(error)) from error
 

@@ -67,7 +67,7 @@ def test_in_torch(score_function, losses, monkeypatch):
         return call(tensors, **options)
 
     monkeypatch.setattr(calls, "router_forward", spy)
-    monkeypatch.setattr(define, "_free_calls", define._FreeCalls())  # nothing is prepared yet
+    define.forget_prepared()
     x, *rest = map(torch.from_numpy, operands())
     x.requires_grad_()
     out = in_torch.moe(x, *rest, topk=K, score_function=score_function, **LOSSES[losses])

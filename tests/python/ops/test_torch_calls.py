@@ -31,13 +31,14 @@ def prepared(monkeypatch):
     """An empty cache, and the list of the calls that are prepared."""
     made = []
 
-    class Recorded(calls.PreparedCalls):
-        def __init__(self, *arguments):
-            super().__init__(*arguments)
-            made.append(self)
+    initialise = calls.PreparedCalls.__init__
 
-    monkeypatch.setattr(define, "PreparedCalls", Recorded)
-    monkeypatch.setattr(define, "_free_calls", define._FreeCalls())
+    def recorded(self, *arguments):
+        initialise(self, *arguments)
+        made.append(self)
+
+    monkeypatch.setattr(calls.PreparedCalls, "__init__", recorded)
+    define.forget_prepared()
     return made
 
 

@@ -69,7 +69,7 @@ def precisions(monkeypatch, function):
 
     monkeypatch.setattr(binding_calls.Operation, "__call__", recorded)
 
-    monkeypatch.setattr(define, "_free_calls", define._FreeCalls())  # nothing is prepared yet
+    define.forget_prepared()
     result = function()
     result.backward(torch.randn_like(result))
     return found

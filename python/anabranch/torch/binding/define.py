@@ -33,10 +33,12 @@ class _FreeCalls:
     def __init__(self) -> None:
         self.free: collections.OrderedDict[Any, list[PreparedCalls]] = collections.OrderedDict()
         self.lock = threading.Lock()
+        self.num_runs = 0
 
     def take(self, key: Any, inputs: Sequence[Any]) -> PreparedCalls | None:
         """Removes and returns calls for a key and for sizes; None: there are none."""
         with self.lock:
+            self.num_runs += 1
             free = self.free.get(key, ())
             for i in range(len(free) - 1, -1, -1):
                 if free[i].fit(inputs):
@@ -126,6 +128,11 @@ def _native_run(operation: Any) -> Callable[..., Any]:
             return operation(*arguments)
 
     return run
+
+
+def num_runs() -> int:
+    """How many operations have run, for tests."""
+    return _free_calls.num_runs + (0 if _native.native is None else _native.native.counts()[1])
 
 
 def forget_prepared() -> None:

@@ -40,9 +40,17 @@ AB_EXPORT int32_t ab_torch_takes_lists() { return takes_lists(); }
 
 AB_EXPORT const char* ab_torch_error() { return error.c_str(); }
 
+// See add_operation; -1: failed.
+AB_EXPORT int32_t ab_torch_add(const char* name, const char* kinds) {
+  return guarded([&] { return add_operation(name, kinds); });
+}
+
 // See register_operation; -1: failed.
-AB_EXPORT int32_t ab_torch_register(const char* name, const char* kinds, const char* dispatch_key) {
-  return guarded([&] { return register_operation(name, kinds, dispatch_key); });
+AB_EXPORT int32_t ab_torch_register(int32_t number, const char* dispatch_key) {
+  return guarded([&] {
+    register_operation(number, dispatch_key);
+    return 0;
+  });
 }
 
 // Registers the kernels of the whole layer; -1: failed.

@@ -124,16 +124,16 @@ int32_t operation_number(const std::string& name) {
   throw std::runtime_error("anabranch: no native operation " + name);
 }
 
-int32_t register_operation(const char* name, const char* kinds, const char* dispatch_key) {
-  int32_t number = 0;
-  const auto size = static_cast<int32_t>(operations().size());
-  while (number < size && operations()[number].name != name) ++number;
-  if (number == kMostOperations) throw std::runtime_error("anabranch: too many operations");
-  if (number == size) operations().push_back({name, kinds});
+int32_t add_operation(const char* name, const char* kinds) {
+  if (operations().size() == kMostOperations) throw std::runtime_error("anabranch: too many operations");
+  operations().push_back({name, kinds});
+  return static_cast<int32_t>(operations().size()) - 1;
+}
+
+void register_operation(int32_t number, const char* dispatch_key) {
   void* library = nullptr;  // never freed: that would remove the kernel
   check(shims.library_init_impl("anabranch", dispatch_key, __FILE__, __LINE__, &library), "open a library");
-  check(register_kernel(library, name, kKernels[number]), "register a kernel");
-  return number;
+  check(register_kernel(library, operations().at(number).name.c_str(), kKernels[number]), "register a kernel");
 }
 
 }  // namespace anabranch::torch

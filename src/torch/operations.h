@@ -8,11 +8,14 @@
 
 namespace anabranch::torch {
 
-// Registers the kernel of an operation for a dispatch key ("CPU" or "CUDA") and returns its number.
+// Adds an operation and returns its number.
 //
 // kinds has one letter per argument of its schema:
 //   T Tensor, t Tensor?, n SymInt, i int, b bool, f float, d ScalarType, D ScalarType?, I int[], F float[], s str
-int32_t register_operation(const char* name, const char* kinds, const char* dispatch_key);
+int32_t add_operation(const char* name, const char* kinds);
+
+// Registers the kernel of an operation for a dispatch key, "CPU" or "CUDA".
+void register_operation(int32_t number, const char* dispatch_key);
 
 // The value of an optional argument that is given; frees its memory.
 Value unwrap(Value optional);
@@ -20,7 +23,7 @@ Value unwrap(Value optional);
 // Takes an argument of kind T or t off the stack; NULL if it is not given.
 Tensor take_tensor(Value value, char kind);
 
-// The number of a registered operation.
+// The number of an operation by its name.
 int32_t operation_number(const std::string& name);
 
 }  // namespace anabranch::torch

@@ -113,7 +113,6 @@ class Native:
         self.cpu = torch_cpu.aoti_torch_device_type_cpu()
         #: (kinds, allocate, calls) of each operation, by its number.
         self.operations: list[tuple[str, Callable[..., Any], Callable[..., Any]]] = []
-        self.names: list[str] = []
         self.failures = threading.local()
         self._held: dict[int, Any] = {}
         self._callbacks = _PREPARE(self._prepare), _RELEASE(self._release)
@@ -124,7 +123,8 @@ class Native:
         )
         if missing is not None:
             raise _Unavailable(f"torch {torch.__version__} has no function {missing.decode()}")
-        library.ab_torch_register.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p)
+        library.ab_torch_add.argtypes = (ctypes.c_char_p, ctypes.c_char_p)
+        library.ab_torch_register.argtypes = (ctypes.c_int32, ctypes.c_char_p)
         library.ab_torch_config.argtypes = (ctypes.c_char_p, ctypes.c_int64, ctypes.c_char_p, ctypes.c_int64)
         self.takes_lists = bool(library.ab_torch_takes_lists())
 
@@ -136,14 +136,13 @@ class Native:
     def register(self, name: str, schema: Any, allocate: Callable[..., Any], calls: Callable[..., Any]) -> bool:
         """Registers the kernels of an operation; False: it has arguments that a native kernel can't read."""
         kinds = kinds_of(schema)
+        number = self.library.ab_torch_add(name.encode(), kinds.encode())
+        self._check(number)
+        self.operations.append((kinds, allocate, calls))
         if not self.takes_lists and set(kinds) & set("IFs"):
             return False
         for key in self.dispatch_keys:
-            number = self.library.ab_torch_register(name.encode(), kinds.encode(), key.encode())
-            self._check(number)
-        assert number == len(self.operations)
-        self.operations.append((kinds, allocate, calls))
-        self.names.append(name)
+            self._check(self.library.ab_torch_register(number, key.encode()))
         return True
 
     def register_layer(self) -> None:

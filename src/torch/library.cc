@@ -46,9 +46,9 @@ AB_EXPORT int32_t ab_torch_add(const char* name, const char* kinds) {
 }
 
 // See register_operation; -1: failed.
-AB_EXPORT int32_t ab_torch_register(int32_t number, const char* dispatch_key) {
+AB_EXPORT int32_t ab_torch_register(int32_t number, const char* space, const char* dispatch_key) {
   return guarded([&] {
-    register_operation(number, dispatch_key);
+    register_operation(number, space, dispatch_key);
     return 0;
   });
 }

@@ -130,9 +130,9 @@ int32_t add_operation(const char* name, const char* kinds) {
   return static_cast<int32_t>(operations().size()) - 1;
 }
 
-void register_operation(int32_t number, const char* dispatch_key) {
+void register_operation(int32_t number, const char* space, const char* dispatch_key) {
   void* library = nullptr;  // never freed: that would remove the kernel
-  check(shims.library_init_impl("anabranch", dispatch_key, __FILE__, __LINE__, &library), "open a library");
+  check(shims.library_init_impl(space, dispatch_key, __FILE__, __LINE__, &library), "open a library");
   check(register_kernel(library, operations().at(number).name.c_str(), kKernels[number]), "register a kernel");
 }
 

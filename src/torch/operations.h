@@ -14,8 +14,8 @@ namespace anabranch::torch {
 //   T Tensor, t Tensor?, n SymInt, i int, b bool, f float, d ScalarType, D ScalarType?, I int[], F float[], s str
 int32_t add_operation(const char* name, const char* kinds);
 
-// Registers the kernel of an operation for a dispatch key, "CPU" or "CUDA".
-void register_operation(int32_t number, const char* dispatch_key);
+// Registers the kernel of the operation of that name in a namespace for a dispatch key, "CPU" or "CUDA".
+void register_operation(int32_t number, const char* space, const char* dispatch_key);
 
 // The value of an optional argument that is given; frees its memory.
 Value unwrap(Value optional);

@@ -176,6 +176,37 @@ def test_old_calls_are_removed():
     assert len(native.native._held) == 0
 
 
+@pytest.mark.skipif(
+    native.native is not None and not native.native.takes_lists, reason="torch 2.9 cannot pass lists, but is tested"
+)
+@pytest.mark.parametrize("fault", [None, "results", "arguments"])
+def test_a_release_of_torch_that_was_never_tested_is_probed(fault):
+    """In a process of its own, because an operation can be defined once."""
+    program = f"""
+import struct
+import anabranch._versions as versions
+fault = {fault!r}
+if fault is None:
+    versions.TESTED = versions.TESTED | dict(torch=())
+from anabranch.torch.binding import calls, native
+unpack, reason = struct.unpack_from, native.reason
+if fault == "results":
+    native.plan = lambda tensors, **options: calls.plan(tensors, **options | dict(num_experts=1))
+if fault == "arguments":
+    struct.unpack_from = lambda code, *rest: tuple(-v for v in unpack(code, *rest)) if code == "<1d" else unpack(code, *rest)
+if fault is not None:
+    try:
+        native.probe(native.native)
+    except native._Unavailable as error:
+        reason = str(error)
+print(reason or "native")
+"""
+    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert child.returncode == 0, child.stderr[-2000:]
+    expected = {None: "native", "results": "failed the self-test: ", "arguments": "failed the self-test: got arguments"}
+    assert expected[fault] in child.stdout
+
+
 def test_structs_have_the_sizes_of_the_library():
     library = native.native.library
     sizes = (ctypes.c_int64 * 7)()

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from anabranch import _library, _structs
-from anabranch.torch.binding.calls import ERRORS, Call, PreparedCalls
+from anabranch import _library, _structs, _versions
+from anabranch.torch.binding.calls import ERRORS, Call, PreparedCalls, plan
 from anabranch.torch.binding.described import Described, Sizes
 
 NAME = "libanabranch_torch.so"
@@ -124,7 +124,7 @@ class Native:
         if missing is not None:
             raise _Unavailable(f"torch {torch.__version__} has no function {missing.decode()}")
         library.ab_torch_add.argtypes = (ctypes.c_char_p, ctypes.c_char_p)
-        library.ab_torch_register.argtypes = (ctypes.c_int32, ctypes.c_char_p)
+        library.ab_torch_register.argtypes = (ctypes.c_int32, ctypes.c_char_p, ctypes.c_char_p)
         library.ab_torch_config.argtypes = (ctypes.c_char_p, ctypes.c_int64, ctypes.c_char_p, ctypes.c_int64)
         self.takes_lists = bool(library.ab_torch_takes_lists())
 
@@ -142,7 +142,7 @@ class Native:
         if not self.takes_lists and set(kinds) & set("IFs"):
             return False
         for key in self.dispatch_keys:
-            self._check(self.library.ab_torch_register(number, key.encode()))
+            self._check(self.library.ab_torch_register(number, b"anabranch", key.encode()))
         return True
 
     def register_layer(self) -> None:
@@ -344,9 +344,54 @@ def _load() -> Native:
         raise _Unavailable(str(error)) from error
 
 
+_PROBE = (
+    "probe(Tensor experts, Tensor? mask, Tensor? none, SymInt rows, int integer, bool flag, float number, "
+    "ScalarType dtype, ScalarType? no_dtype, int[] integers, float[] numbers, str text) -> (Tensor, Tensor)"
+)
+_PROBE_OPTIONS = (7, True, 0.5, torch.bfloat16, None, (3, -1), (0.25,), "text")
+
+
+def probe(library: Native) -> None:
+    """Runs an operation with arguments of every kind, for a release of torch with which the tests have not run.
+
+    Raises:
+      _Unavailable: the kernel got other arguments or has other results than expected.
+    """
+    got: list[Any] = []
+
+    def allocate(experts: Any, mask: Any, none: Any, rows: Any, *options: Any) -> Any:
+        got[:] = [mask.dtype, len(mask.shape), none, options]
+        return experts.new_empty((2,)), experts.new_empty((rows,))
+
+    def calls(results: Any, experts: Any, *_: Any) -> Any:
+        return plan({"experts": experts, "group_sizes": results[0], "slot_of_row": results[1]}, num_experts=2)
+
+    space = torch.library.Library("anabranch_probe", "DEF")
+    space.define(_PROBE)
+    operation = torch.ops.anabranch_probe.probe.default
+    kinds = kinds_of(operation._schema)
+    number = library.library.ab_torch_add(b"probe", kinds.encode())
+    library.operations.append((kinds, allocate, calls))
+    arguments = [o if not isinstance(o, tuple) else list(o) for o in _PROBE_OPTIONS]
+    try:
+        library._check(library.library.ab_torch_register(number, b"anabranch_probe", b"CPU"))
+        for rows in (4, 6):  # sizes are written per call
+            experts = torch.tensor([[0], [1], [1], [-1]], dtype=torch.int32)
+            results = operation(experts, experts > 0, None, rows, *arguments)
+            if [r.tolist() for r in results] != [[1, 2], [0, 1, 2, *[-1] * (rows - 3)]]:
+                raise RuntimeError(f"got results {results}")
+        if got != [torch.bool, 2, None, _PROBE_OPTIONS]:
+            raise RuntimeError(f"got arguments {got}")
+    except RuntimeError as error:
+        raise _Unavailable(f"torch {torch.__version__} failed the self-test: {library.translated(error)}") from error
+
+
 def _load_or_reason() -> tuple[Native | None, str]:
     try:
-        return _load(), ""
+        library = _load()
+        if _versions.series(torch.__version__) not in _versions.TESTED["torch"]:
+            probe(library)
+        return library, ""
     except _Unavailable as error:
         return None, str(error)
 

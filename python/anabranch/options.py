@@ -339,6 +339,15 @@ class ExpertsOptions:
         """The checked layouts of w_in and w_out."""
         return check_layouts(self.w_in_layout, self.w_out_layout)
 
+    def key(self) -> Any:
+        """The values with their types, for a cache: 2.0 and True are distinct from 2. It may be unhashable."""
+        key = self.__dict__.get("_key")
+        if key is None:
+            values = tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+            key = values, tuple(map(type, values))
+            object.__setattr__(self, "_key", key)
+        return key
+
 
 def check_layouts(w_in_layout: Any, w_out_layout: Any) -> Layouts:
     """Checks the arguments w_in_layout and w_out_layout."""

@@ -132,9 +132,13 @@ void layer_forward(Value* stack, uint64_t, uint64_t) {
   arguments.add_none();  // experts
   for (int i = EXPERT_BIAS; i < CONFIG; ++i) add(arguments, t[i]);
   arguments.add_options(config.layer);
+  enum { DROPPED = 2 };
   std::vector<Tensor> results = run(numbers().layer, arguments);
+  const int64_t one = 1;
+  Tensor dropped_by_source = viewed(results[DROPPED], 1, &one);
+  results.push_back(std::move(logits));
+  results.push_back(std::move(dropped_by_source));
   for (size_t i = 0; i < results.size(); ++i) stack[i] = results[i].release_value();
-  stack[results.size()] = logits.release_value();
 }
 
 void layer_backward(Value* stack, uint64_t, uint64_t) {

@@ -198,7 +198,7 @@ class CheckCache:
         tensors: Iterable[Any],
         options: Iterable[Any],
         check: Callable[[], Any],
-        described: Any = None,
+        options_key: Any = None,
     ) -> Any:
         """Returns the cached result for these arguments, or calls `check`.
 
@@ -207,11 +207,10 @@ class CheckCache:
           tensors: tensors or None. `check` may depend on type, dtype, shape, layout and device, not on values.
           options: everything else that `check` depends on.
           check: runs the checks. Its result must not hold a tensor, nor depend on the leading dimensions.
-          described: an object whose attributes are further options.
+          options_key: further options, as `ExpertsOptions.key` returns them.
         """
         if torch.compiler.is_compiling():
             return check()
-        options = tuple(options) if described is None else (*options, *vars(described).values())
         try:
             first, *others = per_token
             leading = first.shape[:-1]
@@ -228,6 +227,7 @@ class CheckCache:
                 *[t if t is None else (type(t), t.dtype, t.shape, t.layout, t.device) for t in tensors],
                 *options,
                 *map(type, options),  # 2.0 and True are distinct from 2
+                options_key,
             )
             hash(key)
         except (TypeError, AttributeError, RuntimeError, IndexError):  # not a tensor: `check` raises the error

@@ -142,6 +142,8 @@ class LayerOutput(NamedTuple):
     slot_of_row: Tensor
     group_sizes: Tensor
     logits: Tensor
+    dropped_by_source: Tensor | None = None
+    """int32 [1], a view of `dropped`, from the native operation alone."""
 
 
 def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -222,7 +224,7 @@ class _FusedLayer(Function):
         o, result = Operands(*tensors), LayerOutput(*output)
         differentiable = _differentiable_results(ctx.config)
         ctx.mark_non_differentiable(
-            *(o for name, o in zip(LayerOutput._fields, output, strict=True) if name not in differentiable)
+            *(o for name, o in zip(LayerOutput._fields, output, strict=False) if name not in differentiable)
         )
         ctx.set_materialize_grads(False)
         ctx.device = o.x.device

@@ -4,6 +4,7 @@
 the sums that it returns.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
@@ -179,7 +180,7 @@ def moe(
     check_names("moe", LAYER_NAMES, options)
     x = as_autocast(x)
     return run_layer(
-        LayerOptions(topk=topk, qb_bins=qb_bins, **options),
+        layer_options(topk=topk, qb_bins=qb_bins, **options),
         LayerTensors(
             x, w_in, w_out, match_autocast(x, b_in), match_autocast(x, b_out), gate, gate_bias, expert_bias, token_mask,
             forced_experts,
@@ -192,6 +193,19 @@ def moe(
         quantized=quantized,
         qb_bin_bounds=qb_bin_bounds,
     )  # fmt: skip
+
+
+_cached_options = functools.lru_cache(maxsize=256, typed=True)(LayerOptions)
+
+
+def layer_options(**options: Any) -> LayerOptions:
+    """A LayerOptions; the same object for the same options, if they are hashable."""
+    if torch.compiler.is_compiling():
+        return LayerOptions(**options)
+    try:
+        return _cached_options(**options)
+    except TypeError:
+        return LayerOptions(**options)
 
 
 class LayerTensors(NamedTuple):
@@ -246,7 +260,7 @@ def run_layer(
         matrices if quantized is None else (*matrices, *quantized_fields(quantized).values()),
         (ranks, has_loss_group, type(quantized)),
         lambda: _checked(options, ranks, tensors, quantized, loss_group),
-        options,
+        options.key(),
     )
     if quantized is not None:
         check_current(quantized, w_in, w_out)
@@ -268,7 +282,9 @@ def run_layer(
     result: LayerOutput | GroupOutput
     if parallel is None:
         result = fused_layer(config, operands)
-        counts, by_source, histogram = result.tokens_per_expert, result.dropped.view(1), result.qb_histogram
+        counts, by_source, histogram = result.tokens_per_expert, result.dropped_by_source, result.qb_histogram
+        if by_source is None:
+            by_source = result.dropped.view(1)
     else:
         T, repeats = tokens.shape[0], forced_experts is not None
         E, local = config.num_experts, w_in.shape[0]

@@ -32,7 +32,7 @@ if native is not None:
         f"Tensor? qb_bin_bounds, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, {QUANTIZED}, int config) -> "
         "(Tensor output, Tensor tokens_per_expert, Tensor dropped, Tensor weights, Tensor experts, Tensor score_sum, "
         "Tensor lse, Tensor qb_histogram, Tensor h, Tensor row_of_slot, Tensor slot_of_row, Tensor group_sizes, "
-        "Tensor logits)"
+        "Tensor logits, Tensor dropped_by_source)"
     )
     _ops.define(
         "layer_backward(Tensor d_output, Tensor? d_score_sum, Tensor? d_lse, Tensor tokens, Tensor gate, Tensor x, "
@@ -85,7 +85,7 @@ def forward(config: "LayerConfig", o: "Operands") -> Any:
         torch.ops.anabranch.layer_forward.default,
         o.x, o.gate, o.expert_bias, o.token_mask, o.forced_experts, o.qb_bin_bounds,
         cast_weight(config.network, o.w_in, dtype), o.b_in, cast_weight(config.network, o.w_out, dtype), o.b_out,
-        *forward_operands(o.quantized()), config.number,
+        *((None,) * 4 if o.quantized_w_in_transposed is None else forward_operands(o.quantized())), config.number,
     )  # fmt: skip
 
 

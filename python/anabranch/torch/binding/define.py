@@ -39,7 +39,7 @@ class _FreeCalls:
         """Removes and returns calls for a key and for sizes; None: there are none."""
         with self.lock:
             self.num_runs += 1
-            free = self.free.get(key, ())
+            free = self.free.get(key, [])
             for i in range(len(free) - 1, -1, -1):
                 if free[i].fit(inputs):
                     return free.pop(i)

@@ -265,18 +265,17 @@ class Native:
         for result, (shape, dtype) in zip(results, prepared.results, strict=True):
             result.dtype, result.rank = self.numbers[dtype], len(shape)
             result.sizes[: len(shape)] = shape
-        arrays = {
-            "nodes": (_Node * len(sizes.nodes))(*sizes.nodes),
-            "conditions": (_Condition * len(sizes.conditions))(*sizes.conditions),
+        calls = [
+            (_address(function), None if query is None else _address(query), ctypes.addressof(args))
+            for function, query, args in prepared.functions
+        ]
+        arrays: dict[str, Any] = {
+            "nodes": _array(_Node, sizes.nodes),
+            "conditions": _array(_Condition, sizes.conditions),
             "results": results,
-            "places": (_Place * len(prepared.places))(*prepared.places),
-            "cells": (_Cell * len(prepared.cells))(*prepared.cells),
-            "calls": (_Call * len(prepared.functions))(
-                *[
-                    (_address(function), None if query is None else _address(query), ctypes.addressof(args))
-                    for function, query, args in prepared.functions
-                ]
-            ),
+            "places": _array(_Place, prepared.places),
+            "cells": _array(_Cell, prepared.cells),
+            "calls": _array(_Call, calls),
         }
         for name, array in arrays.items():
             setattr(description, f"num_{name}", len(array))
@@ -309,6 +308,10 @@ def call(operation: Any, *arguments: Any) -> Any:
         return operation(*arguments)
 
 
+def _array(struct_type: Any, rows: Sequence[Any]) -> Any:
+    return (struct_type * len(rows))(*rows)
+
+
 def _address(function: Any) -> int | None:
     return ctypes.cast(function, ctypes.c_void_p).value
 
@@ -338,8 +341,8 @@ def _load() -> Native:
     cuda = folder / "libtorch_cuda.so"
     has_cuda = cuda.exists() and os.environ.get("ANABRANCH_TORCH_NATIVE") == "cuda"
     try:
-        libraries = [ctypes.CDLL(str(file)) for file in (path, folder / "libtorch_cpu.so")]
-        return Native(*libraries, ctypes.CDLL(str(cuda)) if has_cuda else None)
+        library, torch_cpu = ctypes.CDLL(str(path)), ctypes.CDLL(str(folder / "libtorch_cpu.so"))
+        return Native(library, torch_cpu, ctypes.CDLL(str(cuda)) if has_cuda else None)
     except OSError as error:
         raise _Unavailable(str(error)) from error
 

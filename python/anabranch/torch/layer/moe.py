@@ -17,15 +17,9 @@ from anabranch.precision import FP8, precision_number
 from anabranch.torch.binding import check
 from anabranch.torch.binding.autocast import as_autocast, match_autocast
 from anabranch.torch.binding.group import check_group, sum_over_ranks, with_mean_gradients
-from anabranch.torch.layer.forward import (
-    LayerConfig,
-    LayerOutput,
-    Operands,
-    fused_layer,
-    layer_config,
-    quantized_fields,
-)
+from anabranch.torch.layer.forward import fused_layer
 from anabranch.torch.layer.on_group import GroupConfig, GroupOutput, group_layer
+from anabranch.torch.layer.operands import LayerConfig, LayerOutput, Operands, layer_config, quantized_fields
 from anabranch.torch.ops.balance import load_balance_loss, mean_of_squares
 from anabranch.torch.ops.experts import check_experts
 from anabranch.torch.ops.quantized import QuantizedExperts, check_current, check_fp8_operands

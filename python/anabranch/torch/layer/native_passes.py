@@ -4,27 +4,18 @@ They compute what `forward.py` computes with several operations, with bitwise th
 the same prepared calls. Programs must not contain them, because they take their options as a number of this process.
 """
 
-import functools
-import typing
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from anabranch.options import Network
 from anabranch.torch.binding.define import _ops
 from anabranch.torch.binding.native import call, native
+from anabranch.torch.layer.operands import LayerConfig, Operands
 from anabranch.torch.ops.experts import cast_weight
 from anabranch.torch.ops.experts_ops import QUANTIZED
-from anabranch.torch.ops.layer_ops import LayerNumbers
 from anabranch.torch.ops.quantized import forward_operands
-
-if TYPE_CHECKING:
-    from anabranch.torch.layer.forward import LayerConfig, Operands
-
-_LETTERS = {int: "i", float: "f", bool: "b", str: "s"}
-_NETWORK_LETTERS = [_LETTERS[kind] for kind in typing.get_type_hints(Network).values()]
 
 if native is not None:
     _ops.define(
@@ -47,18 +38,6 @@ if native is not None:
         _ops.impl(_name, torch.library.fallthrough_kernel, "Autograd")
 
 
-@functools.cache
-def _number(options: LayerNumbers, network: Network) -> int:
-    """The number of a layer's options."""
-    assert native is not None
-    return native.config(list(zip("IFss", options, strict=True)), list(zip(_NETWORK_LETTERS, network, strict=True)))
-
-
-def number_of(options: LayerNumbers, network: Network) -> int:
-    """The number of a layer's options; -1 if there are no native operations, or in a traced program."""
-    return -1 if native is None or torch.compiler.is_compiling() else _number(options, network)
-
-
 def _multiplies_natively(x: Tensor, gate: Tensor) -> bool:
     """Whether the native operations have the gate's GEMMs for these operands."""
     if x.device.type == "cpu":
@@ -66,7 +45,7 @@ def _multiplies_natively(x: Tensor, gate: Tensor) -> bool:
     return x.dtype == gate.dtype and x.dtype in (torch.float32, torch.bfloat16)
 
 
-def applies(config: "LayerConfig", o: "Operands") -> bool:
+def applies(config: LayerConfig, o: Operands) -> bool:
     """Whether the native operations compute the layer for these operands, in the plain eager case."""
     return (
         config.number >= 0
@@ -78,7 +57,7 @@ def applies(config: "LayerConfig", o: "Operands") -> bool:
     )
 
 
-def forward(config: "LayerConfig", o: "Operands") -> Any:
+def forward(config: LayerConfig, o: Operands) -> Any:
     """The fields of a LayerOutput."""
     dtype = o.x.dtype
     return call(
@@ -90,7 +69,7 @@ def forward(config: "LayerConfig", o: "Operands") -> Any:
 
 
 def backward(
-    config: "LayerConfig",
+    config: LayerConfig,
     needs: Mapping[str, bool],
     saved: Any,
     quantized: Sequence[Tensor | None],

@@ -11,9 +11,10 @@ from anabranch.precision import FP8, precision_number
 from anabranch.rows import check_num_slots
 from anabranch.torch.binding import check
 from anabranch.torch.binding.autocast import as_autocast, match_autocast
-from anabranch.torch.layer.forward import LayerConfig, Operands, fused_layer, layer_config, quantized_fields
+from anabranch.torch.layer.forward import fused_layer
 from anabranch.torch.layer.moe import flat, unflat
 from anabranch.torch.layer.on_group import GroupConfig, group_layer
+from anabranch.torch.layer.operands import LayerConfig, Operands, layer_config, quantized_fields
 from anabranch.torch.ops.experts import check_experts
 from anabranch.torch.ops.quantized import QuantizedExperts, check_current, check_fp8_operands
 from anabranch.torch.parallel.parallel import check_parallel, place, sum_counts

@@ -43,9 +43,10 @@ def e4m3(v):
 
 
 def scales_of(largest, fp8_scales):
-    """max(largest / 448, 2^-126), 1 if the block is 0, NaN if it is not finite; float32.
+    """Scales of blocks by their largest absolute values; float32, the shape of `largest`.
 
-    "power_of_two": the smallest power of two that is not below that.
+    "float32": max(largest / 448, 2^-126), 1 if largest is 0, NaN if it is not finite. "power_of_two": the smallest
+    power of two that is not below that.
     """
     if fp8_scales not in FP8_SCALES:
         raise ValueError(f"fp8_scales: got {fp8_scales!r}, expected one of {', '.join(map(repr, FP8_SCALES))}")

@@ -40,9 +40,9 @@ class TokenCall:
       static: the hashable options of the function.
       operands: for every operand, the number of leading dimensions that are token dimensions. The first operand has
         all token dimensions, and its sharding applies to the others.
-      results: the same number for every result. A result with fewer than the first operand is summed over the shards
-        of the missing dimensions. A token dimension of a result may contain rows instead, with another size; the rows
-        of the shards are concatenated.
+      results: for every result, the number of its token dimensions. A result with fewer than the first operand is
+        summed over the shards of the missing dimensions. A token dimension of a result may contain rows instead, with
+        another size; the rows of the shards are concatenated.
       whole: the error for a sharded operand without token dimensions; empty: such an operand is gathered if the axes
         are automatic.
       names: the operands' names for that error; empty: none.

@@ -244,7 +244,7 @@ class MoE(nnx.Module):
         return check.array("expert_bias", bias, dtypes, (("E", E),)).astype(jnp.float32)
 
     def update_quantile_bias(self, qb_histogram: jax.Array) -> None:
-        """Sets the selection bias with which every expert would have had its share of the tokens.
+        """Sets the selection bias with which every expert would have received an equal share of the tokens.
 
         This is quantile balancing. Call it once per step, outside the differentiated function.
 

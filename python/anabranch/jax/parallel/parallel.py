@@ -26,23 +26,23 @@ class Parallel:
     devices, unless `capacity_factor` drops assignments.
 
     Args:
-      expert_axis: axis over which the experts are divided, in contiguous equal ranges. Tokens are divided over it too,
-        and travel to the experts' devices and back. None: every device has all experts.
+      expert_axis: axis over which the experts are divided, in contiguous equal ranges. Tokens are divided over it too;
+        they are sent to the experts' devices, and the results are returned. None: every device has all experts.
       data_axes: axes over which the tokens are divided. The first dimension of x is divided over (*data_axes,
         expert_axis). Inside a jax.shard_map over the whole mesh no other field may be given: x is then this device's
         shard, and losses and counts cover all shards along these axes.
-      fsdp_axes: those of data_axes over which every expert matrix and the gate are also divided, along D. They are
+      fsdp_axes: the data_axes over which every expert matrix and the gate are also divided, along D. The matrices are
         all-gathered before use, forward and backward, and their gradients are reduce-scattered.
       tensor_axis: axis over which F is divided; all devices along it have the same tokens. Each pass has one sum over
         it.
       transport: "all_to_all", "ragged", "ring", or "auto", which estimates their times (docs/scaling.md).
-      capacity_factor: None: nothing is dropped, buffers hold the worst case. Otherwise a device accepts at most
-        ceil(capacity_factor * T * K) assignments, with T tokens per device, and drops the last ones in the order
-        (source, token, slot), the same on every run. Drops are counted per source.
-      fp8_exchange: with precision="fp8", tokens and the cotangents of their outputs travel to the experts as e4m3
-        numbers with the scales that the GEMMs use, 33/32 bytes per element; the way back is unchanged. Outputs are
+      capacity_factor: None: nothing is dropped, and buffers have the size of the worst case. Otherwise a device accepts
+        at most ceil(capacity_factor * T * K) assignments, with T tokens per device, and drops the last ones in the
+        order (source, token, slot), the same on every run. Drops are counted per source.
+      fp8_exchange: with precision="fp8", tokens and the cotangents of their outputs are sent to the experts as e4m3
+        numbers with the scales that the GEMMs use, 33/32 bytes per element; results are returned as before. Outputs are
         bitwise the same. Gradients of w_in, w_out and b_out, and the part of the weights' gradients from b_out, are
-        computed from x and cotangents as they arrive; docs/scaling.md has the error bound.
+        computed from the quantised x and cotangents; docs/scaling.md has the error bound.
       mesh: the mesh; None: that of jax.set_mesh, or of the type of x.
 
     Raises:
@@ -115,10 +115,10 @@ class Parallel:
 
 
 def quantized_specs(parallel: Parallel) -> QuantizedExperts:
-    """The shardings of the fields of a QuantizedExperts: like the weights, and blocks are never split."""
+    """The shardings of the fields of a QuantizedExperts: like the weights. Blocks are never split."""
     d, f = spec_entry(tuple(parallel.fsdp_axes)), parallel.tensor_axis
     axes = QuantizedExperts.shapes(parallel.expert_axis, d, None, f, d, f)
-    specs: dict[str, Any] = {name: PartitionSpec(*of) for name, of in axes.items()}
+    specs: dict[str, Any] = {name: PartitionSpec(*entries) for name, entries in axes.items()}
     return QuantizedExperts(**specs)
 
 
@@ -128,7 +128,8 @@ class Placement:
 
     Attributes:
       parallel: the caller's argument.
-      mesh: the mesh for jax.shard_map, None: the mesh of the context; manual: the axes that it makes manual.
+      mesh: the mesh for jax.shard_map; None: the mesh of the context.
+      manual: the axes that this jax.shard_map makes manual.
       explicit: whether the arrays' types contain their sharding.
       tokens: the axes of every leading dimension of x.
       transport: a key of TRANSPORTS.

@@ -322,10 +322,10 @@ def layers(options):
     return ours, theirs
 
 
-def stacked(sequential, of=lambda parameter: parameter):
-    """`of` of SequentialMLP's parameters (values or gradients), as [E, D, 2 F] and [E, F, D]."""
+def stacked(sequential, select=lambda parameter: parameter):
+    """SequentialMLP's parameters, or what `select` returns for them (gradients), as [E, D, 2 F] and [E, F, D]."""
     for name in ("linear_fc1", "linear_fc2"):
-        yield torch.stack([of(getattr(mlp, name).weight).T for mlp in sequential.local_experts])
+        yield torch.stack([select(getattr(mlp, name).weight).T for mlp in sequential.local_experts])
 
 
 def layer_results(layer, mask):
@@ -349,7 +349,7 @@ def layer_results(layer, mask):
 
 
 def test_the_layer_is_megatrons(monkeypatch):
-    """Every router with every dispatcher, with losses and padding in turn: 54 configurations, all eight functions."""
+    """Every router with every dispatcher, losses and padding alternating: 54 configurations, all eight functions."""
     functions = {name: mock.Mock(wraps=getattr(moe_utils, name)) for name in megatron_experts.FUSED_FUNCTIONS}
     for name, function in functions.items():
         monkeypatch.setattr(moe_utils, name, function)

@@ -91,7 +91,7 @@ def test_experts_that_are_quantised_before_give_the_same_bits(gradients):
         np.testing.assert_array_equal(np.asarray(again[name]), np.asarray(gradient), err_msg=name)
 
 
-def test_what_is_refused():
+def test_bad_arguments_are_refused():
     arrays = operands(6, 2, 1, 128, 128)
     quantized, kind = quantized_of(arrays), torch.QuantizedExperts if in_torch() else QuantizedExperts
     assert type(quantized) is kind

@@ -69,7 +69,7 @@ def test_the_network(platform, dtype, D, parts, F, activation, fp8_scales, weigh
 
 @pytest.mark.parametrize("transpose_w", [False, True])
 @pytest.mark.parametrize(("dtype", "D", "N"), [("float32", 384, 128), ("bfloat16", 128, 384)])
-def test_a_grouped_product(platform, transpose_w, dtype, D, N):
+def test_grouped_matmul(platform, transpose_w, dtype, D, N):
     rng, sizes, dtype = np.random.default_rng(33), SIZES, fp8.rows_dtype(platform, dtype)
     x, d_y = random_array(rng, (R, D), dtype), random_array(rng, (R, N), dtype)
     w = random_array(rng, (len(sizes), N, D) if transpose_w else (len(sizes), D, N), dtype)
@@ -138,7 +138,7 @@ def _bytes_of_torch(*arrays, **options):
 
 
 def test_zeros_outliers_and_tiny_numbers_have_blocks_of_their_own(platform):
-    """A value of 1e4 costs the other values of its block their low digits, and does not affect other blocks."""
+    """A value of 1e4 reduces the precision of the other values of its block, and does not affect other blocks."""
     net = network(np.random.default_rng(37), SIZES, 256, 2, 128, dtype=fp8.rows_dtype(platform), spare=SPARE)
     rows, w_in, d_y = (np.array(a) for a in (net.rows, net.w_in, net.d_y))
     rows[3, :128], rows[5, 200], rows[8], d_y[42, 128:256], d_y[9, 5] = 0, 1e4, rows[8] * 1e-30, 0, -1e4
@@ -187,7 +187,7 @@ def test_sizes_are_clipped_to_the_rows(platform):
         np.testing.assert_array_equal(np.asarray(found[name]), np.asarray(gradient), err_msg=name)
 
 
-def test_a_gpu_takes_rows_of_16_bits_alone(platform):
+def test_a_gpu_accepts_only_16_bit_rows(platform):
     net = network(np.random.default_rng(39), [9, 0, 7], 128, 2, 128)
     if platform == "cpu":
         run(net)

@@ -77,7 +77,7 @@ def test_uneven_groups(num_experts):
 
 @both
 @pytest.mark.parametrize("sizes", [[-1, 3], [2**31 - 1, 2**31 - 1, 5], [4, -(2**31), 9]])
-def test_no_size_reaches_past_the_rows(sizes):
+def test_sizes_are_clipped_to_the_rows(sizes):
     rng = np.random.default_rng(3)
     x, w = random_array(rng, (6, 4)), random_array(rng, (len(sizes), 4, 5))
     clipped, left = [], 6

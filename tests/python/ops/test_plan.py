@@ -55,7 +55,7 @@ def test_plan_keeps_leading_dimensions():
 
 
 @pytest.mark.parametrize("dtype", ["int16", "int32", "int64"])
-def test_plan_takes_every_index_dtype(dtype):
+def test_plan_accepts_every_index_dtype(dtype):
     experts = Case(50, 5, 2, choice="masked").experts()
     with jax.enable_x64(True):
         got = plan(jnp.asarray(experts, dtype), 5)
@@ -85,13 +85,13 @@ def test_expert_of_row_is_that_of_its_slot():
     assert (want == -1).any() and (want == 4).any()
 
 
-def test_the_default_rows_hold_every_routing():
+def test_the_default_rows_suffice_for_every_routing():
     for case in CASES:
         if case.rows is None and case.choice != "invalid":
             assert plan(case.experts(), case.E, align_size=case.align).dropped == 0, case
 
 
-def test_plan_has_no_gradient_and_stops_none():
+def test_plan_has_no_gradient_and_blocks_no_other():
     def loss(x):
         experts = jnp.argsort(x, axis=1)[:, :2].astype(jnp.int32)
         return plan(experts, 4).offsets.sum() * (x**2).sum()

@@ -136,7 +136,7 @@ def test_a_gradient_of_a_gradient_is_an_error(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_gradient_with_a_graph_has_one_where_it_depends_on_something(name):
+def test_create_graph_returns_gradients_with_a_graph(name):
     """Also by each operand with the others frozen; the cotangent may be a constant."""
     for trained in [places(name), *((i,) for i in places(name))]:
         leaves = [leaf.requires_grad_(i in trained) for i, leaf in enumerate(leaves_of(name))]

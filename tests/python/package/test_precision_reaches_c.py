@@ -99,7 +99,7 @@ def each(calls, number):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_call_of_a_step_has_it(name):
+def test_every_call_of_a_step_has_the_precision(name):
     function, operands, calls = CASES[name]
     rounded = precisions(program(functools.partial(function, precision="tf32"), *operands))
     assert rounded == each(calls, 1)
@@ -109,7 +109,7 @@ def test_every_call_of_a_step_has_it(name):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_layers_have_it(name):
+def test_every_call_of_a_layer_has_the_precision(name):
     """Also in the shared expert, whose matmuls are XLA's; the gate's matmuls are unchanged."""
     for options, number, of_shared in ((dict(precision="tf32"), 1, "HIGH"), ({}, 0, "HIGHEST")):
         text = program_of_layer(name, **options)
@@ -141,7 +141,7 @@ JAXS = [
 
 
 @pytest.mark.parametrize(("precision", "number"), JAXS, ids=str)
-def test_jaxs_own_argument_is_not_left_aside(precision, number):
+def test_jaxs_own_argument_is_used(precision, number):
     """`ragged_dot` and `grouped_dense` have the precision argument of jax.lax.ragged_dot."""
     x, w, bias = ones(R, D), ones(E, D, F), ones(E, F)
     of_ragged = program(lambda x, w: ab.ragged_dot(x, w, SIZES, precision=precision), x, w)
@@ -178,7 +178,7 @@ def test_invalid_values_are_refused(value):
             function(precision=value)
 
 
-# ---------------------------------------------------------------- the other side of the call
+# ---------------------------------------------------------------- in the C library
 
 
 def wrong_product():
@@ -208,7 +208,7 @@ def wrong_backward():
 @pytest.mark.parametrize(
     "call", [wrong_product, wrong_weight_gradient, wrong_sum, wrong_forward, wrong_backward], ids=lambda f: f.__name__
 )
-def test_c_reads_it(call):
+def test_the_library_checks_the_precision(call):
     """The library refuses a number that no option has."""
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"precision: got 7, expected 0 (to 2|or 1), an ab_precision"):
         jax.block_until_ready(call())

@@ -6,7 +6,7 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
-from one_batch import D, E, check_results, loss_of, made, of_rank, one_process, run_in_processes
+from one_batch import D, E, check_results, loss_of, make_layer, of_rank, one_process, run_in_processes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -24,7 +24,7 @@ class Block(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         self.before = nn.Linear(D, D)
-        self.moe = made(**options)
+        self.moe = make_layer(**options)
 
     def forward(self, x, **given):
         return self.moe(x + self.before(x), **given)
@@ -34,7 +34,7 @@ def experts_of(layer):
     return slice(layer.rank * layer.local_experts, (layer.rank + 1) * layer.local_experts)
 
 
-# ---------------------------------------------------------------- what is put on a block
+# ---------------------------------------------------------------- blocks with adapters and hooks
 
 
 def with_lora_of_experts(**options):

@@ -61,7 +61,9 @@ def test_the_worst_case_fills_the_buffers(capacity):
 def test_padding_of_every_source_and_expert_has_room():
     """Each rank has one assignment per expert, which gets 8 rows."""
     b = bounds(4, 2, 1, 8, align_size=8)
-    assert Padded(b).bounds.region == 2 * 8 and Ragged(b)._incoming_rows == 4 * 2 * 8 and Ragged(b)._outgoing_rows == 8 * 8
+    assert (
+        Padded(b).bounds.region == 2 * 8 and Ragged(b)._incoming_rows == 4 * 2 * 8 and Ragged(b)._outgoing_rows == 8 * 8
+    )
 
 
 def test_a_capacity_beyond_all_slots_drops_nothing():
@@ -73,7 +75,7 @@ def test_a_capacity_beyond_all_slots_drops_nothing():
 
 
 @pytest.mark.parametrize("transport", ["ring", "all_to_all", "ragged"])
-def test_counts_and_rows_that_int32_does_not_hold_are_an_error(transport):
+def test_counts_and_rows_beyond_int32_are_an_error(transport):
     bounds(256, 4, 2**20, 4, align_size=128).check(transport)
     with pytest.raises(ValueError, match=r"x: got 1048576 tokens with topk 4 on each of 512 ranks, expected fewer"):
         bounds(512, 4, 2**20, 4, capacity=10).check(transport)

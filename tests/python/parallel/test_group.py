@@ -19,7 +19,7 @@ import in_torch
 from anabranch.reference import moe as reference
 from anabranch.torch import MoEOutput, moe
 from anabranch.torch.binding.group import sum_over_ranks
-from moe_cases import assert_layer, operands, selected, wanted_layer
+from moe_cases import assert_layer, expected_layer, operands, selected
 from oracle import assert_close, assert_close_per_expert
 from routed_cases import routed_operands
 
@@ -156,15 +156,15 @@ def check(case, arrays, cotangents, found, ranks):
         return
     result = MoEOutput(**{n: whole(found, n, case.data) for n in MoEOutput._fields if n in found[0]})
     in_order = [cotangents[name] for name in ("d_output", "d_aux_loss", "d_z_loss", "d_weights")]
-    assert_layer(result, gradients, wanted_layer(arrays, in_order, kept=kept, **options), case.dtype)
+    assert_layer(result, gradients, expected_layer(arrays, in_order, kept=kept, **options), case.dtype)
     np.testing.assert_array_equal(result.dropped_by_source, np.broadcast_to(drops, ranks))
 
 
 def check_routed(case, arrays, cotangents, found, gradients, kept):
-    wanted = reference.routed_experts(**arrays, kept=kept)
-    assert_close(whole(found, "output", case.data), wanted.output, 8e-6, "output")
-    np.testing.assert_array_equal(whole(found, "tokens_per_expert", case.data), wanted.tokens_per_expert)
-    assert int(whole(found, "dropped", case.data)) == int(wanted.dropped)
+    expected = reference.routed_experts(**arrays, kept=kept)
+    assert_close(whole(found, "output", case.data), expected.output, 8e-6, "output")
+    np.testing.assert_array_equal(whole(found, "tokens_per_expert", case.data), expected.tokens_per_expert)
+    assert int(whole(found, "dropped", case.data)) == int(expected.dropped)
     want = reference.routed_experts_backward(**arrays, kept=kept, d_output=cotangents["d_output"])
     for name, gradient in gradients.items():
         assert_close(gradient, want[name], 8e-6, f"d_{name}")

@@ -80,7 +80,7 @@ def test_a_map_of_indices_is_the_plan_of_its_experts(case, rows, dtype):
     assert_near(d_weights, want_weights, 2e-6)
 
 
-def test_rows_of_indices_need_no_probabilities():
+def test_rows_of_indices_without_probabilities():
     out, row_id_map = moe_permute(X, EXPERTS[:, :1], 0, map_type="index")
     assert torch.equal(moe_unpermute(out, row_id_map, map_type="index"), X)
     out, row_id_map = moe_permute(X, EXPERTS, 0, map_type="index")

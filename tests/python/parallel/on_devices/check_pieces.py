@@ -90,7 +90,7 @@ TOKENS = {
 }
 
 
-def holey_experts(shape):
+def experts_with_holes(shape):
     """Experts with an unused one, a popular one, -1 and wrong indices."""
     rng = np.random.default_rng(6)
     experts = np.minimum(rng.integers(0, 2 * E, (T, K)), E - 1)
@@ -112,7 +112,7 @@ def pieces(options, experts, x, weights, d_out):
 @functools.cache
 def pieces_on_one_device(shape, name):
     """The operands and the fields of a plan."""
-    arrays = (holey_experts(shape), X.reshape(*shape, D), normal(*shape, K), D_OUT.reshape(*shape, D))
+    arrays = (experts_with_holes(shape), X.reshape(*shape, D), normal(*shape, K), D_OUT.reshape(*shape, D))
     return arrays, jax.jit(functools.partial(pieces, PLANS[name]))(*arrays)
 
 
@@ -142,7 +142,7 @@ def test_rows_of_other_dtypes(axis_type):
 def test_positions_of_several_sequences_are_refused(axis_type):
     """The rows of a shard would interleave with those of others."""
     mesh = mesh_of(axis_type, a=8)
-    experts = holey_experts((8, 8))
+    experts = experts_with_holes((8, 8))
     with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="experts: got a sharding of token dimension 1"):
         jax.jit(lambda e: plan(e, E))(put(mesh, experts, None, "a"))
 

@@ -127,7 +127,7 @@ def test_leading_dimensions(axis_type):
 
 
 def test_rows_of_another_shard_make_a_token_nan(axis_type):
-    """A map of all tokens that is sharded afterwards is not mistaken for the shards' maps."""
+    """A map of all tokens that is sharded later is not used as if it were the maps of the shards."""
     mesh = mesh_of(axis_type, a=4, b=2)
     whole = token_dispatch(X, MAP, T * K)
     rows, row_id_map = put(mesh, np.asarray(whole.output), "a"), put(mesh, np.asarray(whole.row_id_map), "a")

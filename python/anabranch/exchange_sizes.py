@@ -88,9 +88,15 @@ def capacity_of(factor: float | None, tokens: int, topk: int, ranks: int, slots_
 
 
 def traffic(bounds: ExchangeSizes, itemsize: int, fp8_exchange: bool = False) -> dict[str, float]:
-    """Bytes that a rank sends per column of D in a forward pass, in both directions, by transport (docs/scaling.md).
+    """The traffic of a forward pass, in both directions (docs/scaling.md).
 
-    itemsize: bytes per element of x. fp8_exchange: tokens are sent with 1 byte per element and 4 per block of 128.
+    Args:
+      bounds: the sizes of the exchange.
+      itemsize: bytes per element of x.
+      fp8_exchange: whether tokens are sent with 1 byte per element and 4 bytes per block of 128.
+
+    Returns:
+      The bytes that a rank sends per column of D, by transport.
     """
     b, others = bounds, bounds.ranks - 1
     token_bytes = 1 + 4 / BLOCK if fp8_exchange else itemsize

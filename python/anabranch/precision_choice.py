@@ -91,6 +91,11 @@ def choose_precision(
       passes: the passes to predict: the forward pass alone, or both, as in a training step.
       width_shards: the number of devices over which D of the weights is divided.
 
+    Returns:
+      A `Choice`.
+
+    Source: the model of the run time in this module, fitted to the measurements in docs/performance.md.
+
     >>> qwen3 = LayerSize(32768, 2048, 768, 128, 8)
     >>> choice = choose_precision(qwen3, dtype="bfloat16", capability="9.0")
     >>> choice.precision, round(1e3 * choice.highest, 1), round(1e3 * choice.fp8, 1)

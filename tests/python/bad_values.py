@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Rude:
-    """Its comparison and its repr raise."""
+    """An object whose comparison and repr raise."""
 
     __hash__ = object.__hash__
 

@@ -27,7 +27,7 @@ TWO_INPUTS = (
     Activation.swiglu_then_clamp(0.4),
     Activation.situ(0.7, 0.9),
 )
-"""Their limits clamp many elements."""
+"""Activations whose limits clamp many elements."""
 EXPERT_AXIS = {"gate": 1, "gate_bias": 0, "w_in": 0, "w_out": 0, "b_in": 0, "b_out": 0}
 
 

@@ -12,7 +12,7 @@ from .scores import as_float64
 
 BLOCK = 128
 LARGEST = np.float32(448)  # largest e4m3 (float8_e4m3fn) number, 1.75 * 2^8
-SMALLEST_EXPONENT = -6  # of a normal number; below it the spacing stays 2^-9
+SMALLEST_EXPONENT = -6  # the smallest exponent of a normal number; below it the spacing stays 2^-9
 FRACTION_BITS = 3
 SMALLEST_SCALE = np.float32(2.0**-126)  # the smallest normal number: denormal scales would lose digits
 FP8_SCALES = ("float32", "power_of_two")

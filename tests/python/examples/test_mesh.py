@@ -50,7 +50,7 @@ def assert_same_bits(got, want):
 
 
 def assert_close(got, want, rtol, atol):
-    """Equal up to the rounding of sums over devices: `atol` is relative to an array's largest element."""
+    """Asserts equality up to the rounding of sums over devices; `atol` is relative to an array's largest element."""
     assert got.keys() == want.keys()
     for name, array in want.items():
         if name == "history.train_bits":

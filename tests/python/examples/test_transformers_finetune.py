@@ -1,4 +1,4 @@
-"""The example that trains a transformers model with its own experts and with ours."""
+"""The example that trains a Transformers model with its own experts and with anabranch's."""
 
 import json
 import re

@@ -35,7 +35,7 @@ def quantized_of(arrays, **options):
     ],
 )
 def test_the_layer_after_the_router(platform, dtype, fp8_scales, weight_early, layouts):
-    """Also with repeated experts, -1 and an expert without tokens; 16-bit layers have float32 matrices."""
+    """The cases include repeated experts, -1 and an expert without tokens; 16-bit layers have float32 matrices."""
     arrays = routed_operands(60, 5, 2, 256, 128, dtype=fp8.rows_dtype(platform, dtype), bias=True)
     arrays["experts"] = np.where(arrays["experts"] == 3, 4, arrays["experts"])
     for name in ("w_in", "w_out"):

@@ -229,7 +229,7 @@ def test_a_masked_token_may_hold_nan():
 @pytest.mark.parametrize("wide", [("w_in",), ("w_out",), ("w_in", "w_out")])
 @pytest.mark.parametrize("weight_early", [False, True])
 def test_float32_weights_of_a_bfloat16_layer(wide, weight_early):
-    """They are multiplied as bfloat16; their gradients are the unrounded float32 sums."""
+    """float32 weights are multiplied as bfloat16; their gradients are the unrounded float32 sums."""
     arrays = operands(64, 6, 2, 24, 32, dtype="bfloat16", bias=True, skew=2.0, cold=1)
     options = {"topk": 2, "aux_loss_coeff": 0.3, "weight_early": weight_early}
 

@@ -75,7 +75,7 @@ def test_plan_counts_wide_indices_as_invalid_rather_than_wrapping_them(x64, as_j
 
 
 def test_expert_of_row_is_that_of_its_slot():
-    """Also under jit and vmap. Rows without an assignment have -1, not the expert that index -1 wraps around to."""
+    """Rows without an assignment have -1, not the expert that index -1 wraps around to; also under jit and vmap."""
     experts = np.stack([np.roll(Case(24, 5, 2, choice="invalid").experts(), n, axis=0) for n in range(3)])
     plans = jax.jit(jax.vmap(lambda e: plan(e, 5, align_size=4)))(experts)
     inside = jax.jit(jax.vmap(lambda e: plan(e, 5, align_size=4).expert_of_row))(experts)

@@ -211,7 +211,7 @@ SAMPLES = list(samples())
 def test_every_operation_passes_opcheck(operation, arguments):
     checks = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     if any(getattr(argument, "dtype", None) == torch.float8_e4m3fn for argument in arguments):
-        checks.remove("test_schema")  # it multiplies arguments, which torch does not support for their dtypes
+        checks.remove("test_schema")  # this check multiplies arguments, which torch does not support for their dtypes
     torch.library.opcheck(operation, arguments, test_utils=checks)
 
 

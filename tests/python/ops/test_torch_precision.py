@@ -153,7 +153,7 @@ def test_repr_shows_the_precision():
 
 
 def test_float32_weights_beside_bfloat16_rows():
-    """They are rounded for the GEMM; their gradients are unrounded float32."""
+    """The weights are rounded for the GEMM; their gradients are unrounded float32."""
     generator = torch.Generator().manual_seed(0)
     rows, w_in, w_out, d_y = (
         torch.randn(shape, generator=generator) for shape in ((R, D), (E, D, 2, F), (E, F, D), (R, D))

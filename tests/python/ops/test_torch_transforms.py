@@ -235,7 +235,7 @@ def test_autocast_is_the_layer_in_its_dtype(device, gate_dtype):
 
 @pytest.mark.parametrize("rows_dtype", [torch.float32, torch.bfloat16])
 def test_autocast_is_the_experts_in_its_dtype(device, rows_dtype):
-    """Also with mixed dtypes, as torch's own matmuls under autocast return them."""
+    """The cases include mixed dtypes, which torch's own matmuls return under autocast."""
     x, _, w_in, w_out = operands()
     x, biases, sizes = (
         x.to(rows_dtype),

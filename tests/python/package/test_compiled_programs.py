@@ -116,7 +116,7 @@ class TestHlo:
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
 def test_only_programs_for_a_gpu_have_workspaces(platform):
-    """They are as large as activations, and the CPU handlers do not use them."""
+    """Workspaces are as large as activations, and the CPU handlers do not use them."""
 
     def ffn(rows, w_in, w_out, group_sizes):
         return jax.grad(lambda *a: expert_ffn(*a, group_sizes).sum(), (0, 1, 2))(rows, w_in, w_out)
@@ -163,7 +163,7 @@ def test_a_layer_stores_no_rows_of_its_width(platform):
 @pytest.mark.parametrize("w_in_layout", IN_LAYOUTS)
 @pytest.mark.parametrize("w_out_layout", OUT_LAYOUTS)
 def test_weights_in_any_layout_are_neither_copied_nor_transposed(w_in_layout, w_out_layout):
-    """Nor are their gradients: outside of the calls, a step allocates no array of their size."""
+    """Outside of the calls, a step allocates no array of the size of the weights or their gradients."""
     D, F = 56, 24
     layouts = Layouts(w_in_layout, w_out_layout)
 

@@ -194,7 +194,13 @@ def test_expert_ffn_backward(library, R, E, D, F, P, dtype, d_dtype):
     bound_of = functools.partial(workspaces.ffn_backward, R, (E, D, P, F), DTYPES[dtype], DTYPES[d_dtype])
     bound = bound_of(weighted_a=True, d_weights=True, d_w_out=True, d_w_in=True)
     assert needed(library, "ab_cuda_expert_ffn_backward", values) <= bound
-    for output in ("d_w_in", "d_w_out", "d_b_in", "d_b_out", "d_weights"):  # any of them may need the most
+    for output in (
+        "d_w_in",
+        "d_w_out",
+        "d_b_in",
+        "d_b_out",
+        "d_weights",
+    ):  # each of them may need the largest workspace
         some = {name: value for name, value in values.items() if not name.startswith("d_") or name in (output, "d_out")}
         assert needed(library, "ab_cuda_expert_ffn_backward", some) <= bound, output
     values |= {"weighted_a": np.empty((R, F), DTYPES[dtype])}

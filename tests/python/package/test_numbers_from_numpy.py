@@ -86,7 +86,7 @@ def test_numbers_that_cannot_be_represented_are_refused(function, good, bad):
 
 
 def test_a_number_of_tokens_on_a_device_is_data():
-    """Its value is not checked: 0 and less count as no tokens, and NaN reaches the loss."""
+    """The value is not checked: 0 and negative numbers count as no tokens, and NaN reaches the loss."""
     for tokens, want in ((-3, 0), (0, 0), (jnp.nan, jnp.nan), (4.0, 0.25)):
         loss = jax.jit(lambda n: ab.load_balance_loss(SCORES, SCORES, 1, 1.0, n))(jnp.float32(tokens))
         np.testing.assert_array_equal(loss, np.float32(want))

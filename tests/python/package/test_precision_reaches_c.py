@@ -110,7 +110,7 @@ def test_every_call_of_a_step_has_the_precision(name):
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_call_of_a_layer_has_the_precision(name):
-    """Also in the shared expert, whose matmuls are XLA's; the gate's matmuls are unchanged."""
+    """The shared expert, whose matmuls are XLA's, has the precision too; the gate's matmuls are unchanged."""
     for options, number, of_shared in ((dict(precision="tf32"), 1, "HIGH"), ({}, 0, "HIGHEST")):
         text = program_of_layer(name, **options)
         assert precisions(text) == each(OF_LAYER, number)

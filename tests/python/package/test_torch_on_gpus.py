@@ -74,7 +74,7 @@ def test_a_captured_graph_has_the_bits_of_eager_calls(of):
             one.new_tokens(seed)
         graph.replay()
         assert_same_bits(captured, eager())
-    if of == "MoE":  # two calls to warm up, two replays; two eager ones
+    if of == "MoE":  # two warm-up calls and two replays of the graph; two eager calls
         assert step.layer.tokens_per_expert.sum() == 2 * eager.layer.tokens_per_expert.sum() == 4 * T * K
 
 

@@ -224,7 +224,7 @@ def test_ranks_give_the_results_and_gradients_of_one_process(tmp_path, ranks):
 @pytest.mark.usefixtures("torch_cases")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_of_a_gpu_each_give_the_results_and_gradients_of_one_process(tmp_path, ranks):
-    """With NCCL and without synchronisation with the host."""
+    """The ranks use NCCL and never synchronise with the host."""
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"FEWER THAN {ranks} GPUS FOUND: the layer was not tested on so many")
     check_cases(tmp_path, ranks, "nccl")

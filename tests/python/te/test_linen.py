@@ -160,7 +160,7 @@ def test_float16():
 
 
 def test_input_axes_constrain_the_inputs(monkeypatch):
-    """With Flax's own function, which has no effect on a CPU."""
+    """The block calls Flax's own function, which has no effect on a CPU."""
     x, seen = _x(2, 5, 12), []
 
     def constrain(array, axes):

@@ -41,7 +41,7 @@ def scaled_by_a_global(self, gate_up):
 
 @pytest.mark.parametrize(("gate", "trainable"), [(scaled, True), (None, False)], ids=["used", "unused"])
 def test_an_additional_parameter_is_refused(gate, trainable):
-    """Its initial value is neutral, so values alone don't reveal it."""
+    """The parameter's initial value is neutral, so values alone don't reveal it."""
     experts = make_experts(gate)
     experts.scale = nn.Parameter(torch.ones(()), requires_grad=trainable)
     message = "got TestExperts of a_test, which has a parameter of its own, scale, expected no other than gate_up_proj"
@@ -51,7 +51,7 @@ def test_an_additional_parameter_is_refused(gate, trainable):
 
 @pytest.mark.parametrize("gate", [scaled, scaled_by_an_item, scaled_by_a_global])
 def test_a_gate_that_reads_a_tensor_is_refused(gate):
-    """Also if it replaces another gate after the first call."""
+    """The gate is refused also if it replaces another gate after the first call."""
     experts = make_experts()
     experts(*operands())
     type(experts)._apply_gate = gate

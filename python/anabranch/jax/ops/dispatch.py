@@ -125,7 +125,7 @@ def dispatch_backward(d_rows: jax.Array, plan: Plan, dtype: Any) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
-    dtype: str  # of the differentiated input
+    dtype: str  # dtype of the differentiated input
 
 
 @reverse_mode("dispatch", nondiff_argnums=(0,))

@@ -382,6 +382,15 @@ _RATES = {
 def choose(platform: str, bounds: Bounds, itemsize: int, fp8_exchange: bool = False) -> str:
     """The transport for `transport="auto"`: the one with the shortest estimated time, bytes / rate.
 
+    Args:
+      platform: "gpu", "tpu" or "cpu"; the rates of any other platform are those of "gpu".
+      bounds: the sizes of the exchange.
+      itemsize: bytes per element of x.
+      fp8_exchange: as in `Parallel`.
+
+    Returns:
+      A key of `TRANSPORTS`.
+
     >>> tokens = dict(tokens=8192, topk=8, slots_per_token=8, align_size=0, capacity=None)
     >>> choose("gpu", Bounds(8, 128, **tokens), 2), choose("gpu", Bounds(512, 512, **tokens), 2)
     ('ring', 'ragged')

@@ -98,7 +98,17 @@ class Parallel:
         return (*self.data_axes, *expert)
 
     def specs(self, w_in_layout: str = "dpf", w_out_layout: str = "fd") -> dict[str, PartitionSpec]:
-        """The shardings of the arrays of `moe`, by argument name; x by its first dimension."""
+        """The shardings of the arrays of `moe`.
+
+        Args:
+          w_in_layout, w_out_layout: the layouts of w_in and w_out, as in `moe`.
+
+        Returns:
+          PartitionSpecs by argument name; that of x shards its first dimension.
+
+        Raises:
+          ValueError: an unknown layout.
+        """
         layouts = check_layouts(w_in_layout, w_out_layout)
         ep, tp, fsdp = self.expert_axis, self.tensor_axis, spec_entry(tuple(self.fsdp_axes))
         return {

@@ -90,6 +90,9 @@ class MoEBlock(nn.Module):
     Raises:
       TypeError, ValueError: from the constructor, if an attribute is wrong; the message names it.
 
+    Gradients: for the inputs and all parameters, as in `moe` and `shared_expert`; none for the expert bias.
+    Source: TransformerEngine (interface); `moe`.
+
     Example:
       >>> import jax, jax.numpy as jnp
       >>> from anabranch.jax.linen import MoEBlock
@@ -298,6 +301,10 @@ class MoEBlock(nn.Module):
           The block sows `tokens_per_expert` int32 [E], `dropped` int32, `dropped_by_source` int32 [S], `aux_loss` and
           `z_loss` float32, and `experts` int32 [..., K] into the collection `intermediates`. If the collection
           `router_logits` is mutable, the block computes `logits`, float32 [..., E], and sows them into it.
+
+        Raises:
+          TypeError: an argument or a parameter has the wrong type or dtype.
+          ValueError: a shape does not fit, or an argument contradicts the block's attributes.
         """
         inputs = check.array("inputs", inputs, check.FLOATS, (..., "D")).astype(self.dtype)
         E, D, F = self.num_experts, inputs.shape[-1], self.intermediate_size

@@ -1,4 +1,4 @@
-"""The attributes of an experts module that its activation was recognised from, and whether they have changed.
+"""Records the attributes of an experts module on which its recognised activation depends, and detects their changes.
 
 The list is fixed: the functions `_apply_gate` and `act_fn` (a module counts as its class), flags, and plain values in
 `vars` of the module and of `act_fn`. All are constants, functions or classes, which torch.compile can guard.

@@ -126,8 +126,8 @@ def bounds(net, activation, fp8_scales, *, weight_early, delta, sent=False):
     off_d_a = delta * _norm_of_terms(back, q_out.swapaxes(1, 2), sizes)
     d_h = intermediate_gradient(h, w * d_a)
     off_d_h = np.abs(intermediate_gradient(h, np.abs(w) * off_d_a)) + delta * np.abs(d_h)
-    for of_parts in ((1, 1), (1, -1)):
-        step = off_h * np.repeat(of_parts[:P], F)
+    for signs in ((1, 1), (1, -1)):
+        step = off_h * np.repeat(signs[:P], F)
         off_d_h += np.abs(intermediate_gradient(h + step, w * d_a) - intermediate_gradient(h - step, w * d_a))
     kept, off_kept = _rounded(d_h, off_d_h, dtype)
     rows = reference.grouped_matmul(moves(kept, off_kept, fp8_scales), np.abs(q_in).swapaxes(1, 2), sizes)
@@ -181,10 +181,10 @@ def assert_network(net, activation, fp8_scales, y, gradients, *, weight_early=Fa
     want = {name: value for name, value in zip(names, want, strict=True) if value is not None}
     moved = bounds(net, activation, fp8_scales, weight_early=weight_early, delta=DELTA[platform])._asdict()
     ends = np.concatenate([[0], np.cumsum(net.group_sizes)])
-    of_rows = [slice(*ends[e : e + 2]) for e in range(len(ends) - 1)]
-    of_experts = [slice(e, e + 1) for e in range(len(ends) - 1)]
+    row_groups = [slice(*ends[e : e + 2]) for e in range(len(ends) - 1)]
+    expert_groups = [slice(e, e + 1) for e in range(len(ends) - 1)]
     assert str(y.dtype) == str(dtype)
-    assert_within(y, want_y, moved["y"], dtype, ROUNDINGS["y"], "y", of_rows)
+    assert_within(y, want_y, moved["y"], dtype, ROUNDINGS["y"], "y", row_groups)
     assert not np.asarray(y[ends[-1] :]).astype(np.float64).any(), "y past the groups"
     assert gradients.keys() == want.keys()
     for name, got in gradients.items():
@@ -194,6 +194,6 @@ def assert_network(net, activation, fp8_scales, y, gradients, *, weight_early=Fa
         # A float32 gradient beside a 16-bit x is not rounded itself, but its terms are.
         roundings = ROUNDINGS[name] if name != "weights" else int(str(given) != "float32")
         rounded = given if name == "weights" else dtype
-        assert_within(got, want[name], moved[name], rounded, roundings, name, of_rows if by_row else of_experts)
+        assert_within(got, want[name], moved[name], rounded, roundings, name, row_groups if by_row else expert_groups)
         if by_row:
             assert not np.asarray(got[ends[-1] :]).astype(np.float64).any(), f"{name} past the groups"

@@ -168,8 +168,8 @@ def run_layer(arrays, *, seed=1, put=None, **options):
     d_weights = rng.standard_normal(result.weights.shape).astype(np.float32)
     integers = ("tokens_per_expert", "dropped", "dropped_by_source", "experts")
     zeros = {name: np.zeros(getattr(result, name).shape, jax.dtypes.float0) for name in integers}
-    of_tokens = {"output": put("output", d_output), "weights": put("output", d_weights)}
-    (gradients,) = pull(type(result)(aux_loss=jnp.asarray(d_aux), z_loss=jnp.asarray(d_z), **of_tokens, **zeros))
+    token_cotangents = {"output": put("output", d_output), "weights": put("output", d_weights)}
+    (gradients,) = pull(type(result)(aux_loss=jnp.asarray(d_aux), z_loss=jnp.asarray(d_z), **token_cotangents, **zeros))
     for name in present:
         assert gradients[name].dtype == present[name].dtype, name
     return result, in_our_layout(gradients, layouts), (d_output, d_aux, d_z, d_weights)
@@ -208,12 +208,12 @@ def assert_layer(result, gradients, expected, dtype, *, tiny=False, weights_boun
     for name in gradients:
         got, want = np.asarray(gradients[name], np.float64), expected_gradients[name]
         terms = terms_of_gate.get(name)
-        of_dtype = max(bound, BOUND[str(gradients[name].dtype)])  # the gate's dtype may be narrower than x's
-        if tiny and np.linalg.norm(got - want) <= (1e-6 if terms is None else of_dtype * np.linalg.norm(terms)):
+        dtype_bound = max(bound, BOUND[str(gradients[name].dtype)])  # the gate's dtype may be narrower than x's
+        if tiny and np.linalg.norm(got - want) <= (1e-6 if terms is None else dtype_bound * np.linalg.norm(terms)):
             continue
-        assert_close(got, want, of_dtype, f"d_{name}")
+        assert_close(got, want, dtype_bound, f"d_{name}")
         if not tiny and name in EXPERT_AXIS:
-            assert_close_per_expert(got, want, 4 * of_dtype, f"d_{name}", EXPERT_AXIS[name], terms)
+            assert_close_per_expert(got, want, 4 * dtype_bound, f"d_{name}", EXPERT_AXIS[name], terms)
 
 
 def check_layer(arrays, *, tiny=False, kept=None, weights_bound=1e-5, **options):

@@ -77,8 +77,8 @@ def check_routed(arrays, *, kept=None, tiny=False, **options):
         got, want = np.asarray(gradient, np.float64), expected_gradients[name]
         if tiny and np.linalg.norm(got - want) <= 1e-6:
             continue
-        of_dtype = max(bound, BOUND[str(gradient.dtype)])
-        assert_close(got, want, of_dtype, f"d_{name}")
+        dtype_bound = max(bound, BOUND[str(gradient.dtype)])
+        assert_close(got, want, dtype_bound, f"d_{name}")
         if name == "weights":  # zero for -1, wrong and dropped assignments
             none = (arrays["experts"] < 0) | (arrays["experts"] >= len(arrays["w_in"]))
             assert not got[none if kept is None else none | ~kept].any()

@@ -50,11 +50,11 @@ def test_peers_compute_our_routing(case):
     (probs, routing_map), pull = jax.vjp(lambda z: router.ours_dense(case, z, bias), logits)
     zeros = np.zeros(routing_map.shape, jax.dtypes.float0)
     d_logits = pull((d_probs, zeros))[0]
-    of_xla, pull = jax.vjp(lambda z: xla.dense(case, z, bias), logits)
+    xla_results, pull = jax.vjp(lambda z: xla.dense(case, z, bias), logits)
     leaf = given.logits.detach().requires_grad_()
-    of_torch = eager.dense(case, leaf, given.bias)
-    d_of_torch = torch.autograd.grad(of_torch[0], leaf, given.d_probs)[0]
-    for got, d_got in ((of_xla, pull((d_probs, zeros))[0]), (of_torch, d_of_torch)):
+    torch_results = eager.dense(case, leaf, given.bias)
+    d_torch = torch.autograd.grad(torch_results[0], leaf, given.d_probs)[0]
+    for got, d_got in ((xla_results, pull((d_probs, zeros))[0]), (torch_results, d_torch)):
         assert_same((got[0], d_got), (probs, d_logits), ("probs", "d_logits"))
         np.testing.assert_array_equal(arrays(got)[1], routing_map)
     compact = router.ours_compact(case, logits, bias)
@@ -128,8 +128,8 @@ def whole_layer(request):
     """Operands in torch and JAX, and our layer's results for them: the output and four gradients."""
     given = layer_torch.operands(SHAPE, "float32", request.param, "cpu")
     chosen = None if given.experts is None else timing.as_jax(given.experts.int())
-    of_jax = layer_jax.Operands(*map(timing.as_jax, (*given.leaves, given.d_out)), experts=chosen)
-    return given, of_jax, layer_jax.both(layer_jax.LAYERS["jax"], SHAPE.K)(*of_jax)
+    jax_operands = layer_jax.Operands(*map(timing.as_jax, (*given.leaves, given.d_out)), experts=chosen)
+    return given, jax_operands, layer_jax.both(layer_jax.LAYERS["jax"], SHAPE.K)(*jax_operands)
 
 
 NAMES = ("output", "d_x", "d_gate", "d_w_in", "d_w_out")
@@ -137,11 +137,11 @@ NAMES = ("output", "d_x", "d_gate", "d_w_in", "d_w_out")
 
 @pytest.mark.parametrize("by", ["c", "torch", "torch-loop"])
 def test_c_and_torch_compute_our_layer(by, whole_layer):
-    given, of_jax, want = whole_layer
+    given, jax_operands, want = whole_layer
     calls = layer_torch.calls_of(by, given, SHAPE.K)
     assert_same(calls["both"](), want, NAMES)
     assert_same([calls["forward"]()], want[:1], NAMES[:1])
-    assert layer_torch.largest_load(given, SHAPE.K) == pytest.approx(layer_jax.largest_load(of_jax, SHAPE.K))
+    assert layer_torch.largest_load(given, SHAPE.K) == pytest.approx(layer_jax.largest_load(jax_operands, SHAPE.K))
 
 
 def test_plain_jax_computes_our_layer(whole_layer):

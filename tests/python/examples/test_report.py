@@ -40,8 +40,8 @@ def test_active_parameters_exclude_unselected_experts(options):
     total, active = count_parameters(options, params)
     assert total == sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
     moe = params["blocks"][0]["moe"]
-    of_all_experts = math.prod(moe["w_in"].get_value().shape) + math.prod(moe["w_out"].get_value().shape)
-    assert total - active == options.layers * of_all_experts * (options.experts - options.topk) // options.experts
+    expert_parameters = math.prod(moe["w_in"].get_value().shape) + math.prod(moe["w_out"].get_value().shape)
+    assert total - active == options.layers * expert_parameters * (options.experts - options.topk) // options.experts
 
 
 def test_several_runs_are_plotted_in_one_figure(tmp_path, capsys):

@@ -60,7 +60,7 @@ def test_the_whole_layer(platform):
     want = reference.moe_backward(*main, *cotangents, **options, **settings, fp8_scales="float32")
     found = reference.moe(*main, **options, **settings, fp8_scales="float32")
     got = {name: np.asarray(array) for name, array in gradients.items()} | {"output": np.asarray(result.output)}
-    of_experts = dict(activation="silu", fp8_scales="float32")
+    experts_options = dict(activation="silu", fp8_scales="float32")
     d_output, weights = cotangents[0], np.asarray(result.weights, np.float32)
     assert_layer(
         arrays,
@@ -69,7 +69,7 @@ def test_the_whole_layer(platform):
         d_output,
         got,
         want | {"output": found.output},
-        of_experts,
+        experts_options,
         platform,
     )
     # The router's cotangent d_w = <da', a> does not pass through an e4m3 rounding that a sum could tip.

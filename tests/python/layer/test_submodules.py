@@ -42,10 +42,9 @@ def cotangent(tensor, seed):
 
 
 def loss_of(result):
-    of_losses = 1.3 * result.aux_loss + 0.7 * result.z_loss
+    losses = 1.3 * result.aux_loss + 0.7 * result.z_loss
     return (
-        sum((t.float() * cotangent(t, i).float()).sum() for i, t in enumerate((result.output, result.weights)))
-        + of_losses
+        sum((t.float() * cotangent(t, i).float()).sum() for i, t in enumerate((result.output, result.weights))) + losses
     )
 
 
@@ -267,11 +266,11 @@ def test_parametrizations(name, parameter):
     path = f"{name}." if name else ""
     originals = [n for n in found if "parametrizations" in n]
     (d_weight,) = [want[n] for n in want if n == path + parameter]
-    of_originals = torch.autograd.grad(
+    original_gradients = torch.autograd.grad(
         getattr(module, parameter), [layer.get_parameter(n) for n in originals], d_weight
     )
     assert len(originals) == 2
-    assert_same([found[n] for n in originals], list(of_originals))
+    assert_same([found[n] for n in originals], list(original_gradients))
     assert_same(copy.deepcopy(layer)(tokens())._asdict(), result)
     if name == "gate":
         torch._dynamo.reset()
@@ -281,17 +280,17 @@ def test_parametrizations(name, parameter):
 @pytest.mark.parametrize("name,parameter", [("gate", "weight"), ("shared_expert", "gate_up_proj"), ("", "down_proj")])
 def test_pruning_over_steps(name, parameter):
     layer, plain = make_layer(), make_layer()
-    module, of_plain = layer.get_submodule(name), plain.get_submodule(name)
+    module, plain_module = layer.get_submodule(name), plain.get_submodule(name)
     prune.l1_unstructured(module, parameter, amount=0.5)
     mask = getattr(module, f"{parameter}_mask")
     with torch.no_grad():
-        of_plain.get_parameter(parameter).mul_(mask)
+        plain_module.get_parameter(parameter).mul_(mask)
     for one in (layer, plain):
         optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
         for _ in range(3):
             loss_of(one(tokens())).backward()
             if one is plain:
-                of_plain.get_parameter(parameter).grad.mul_(mask)
+                plain_module.get_parameter(parameter).grad.mul_(mask)
             optimizer.step()
             optimizer.zero_grad()
     want = plain(tokens())._asdict()
@@ -350,8 +349,8 @@ def test_other_modules_in_their_place():
     assert "Linear" in repr(layer)
     plain = make_layer(shared_gate=False)
     plain.shared_expert = nn.Linear(D, D)
-    got, of_shared, plain.shared_expert = plain(x).output, plain.shared_expert(x), None
-    assert_same(got, plain(x).output + of_shared)
+    got, shared_output, plain.shared_expert = plain(x).output, plain.shared_expert(x), None
+    assert_same(got, plain(x).output + shared_output)
 
 
 class Wide(nn.Module):

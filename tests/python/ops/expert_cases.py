@@ -153,8 +153,8 @@ def assert_rows_close(got, want, group_sizes, limit, name, terms=None):
     offsets = np.concatenate([[0], np.cumsum(group_sizes)])
     for e in range(len(group_sizes)):
         rows = slice(offsets[e], offsets[e + 1])
-        of_rows = None if terms is None else terms[rows]
-        assert_close(np.asarray(got)[rows], want[rows], limit, f"{name}, expert {e}", of_rows)
+        row_terms = None if terms is None else terms[rows]
+        assert_close(np.asarray(got)[rows], want[rows], limit, f"{name}, expert {e}", row_terms)
     assert not np.asarray(got)[offsets[-1] :].astype(np.float64).any(), f"{name} past the groups"
 
 

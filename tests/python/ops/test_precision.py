@@ -64,8 +64,8 @@ def test_a_rounded_gemm_is_within_its_bound(transpose_w, exact):
 
     want, sizes_of_terms = results(x, w, d_y), results(abs(x), abs(w), abs(d_y))
     terms = {"y": w.shape[1], "x": w.shape[2], "w": max(SIZES)}
-    for name, exact in want.items():
-        error = abs(np.asarray(got[name], np.float64) - exact)
+    for name, value in want.items():
+        error = abs(np.asarray(got[name], np.float64) - value)
         assert (error <= tf32.element_bound(terms[name], exact) * sizes_of_terms[name]).all(), name
     assert_rows_close(got["y"], want["y"], SIZES, 2 * tf32.U, "y")
     assert_rows_close(got["x"], want["x"], SIZES, 2 * tf32.U, "x")

@@ -45,8 +45,8 @@ def check_histogram(got, z, topk, bounds, bins, **options):
     assert got.dtype == np.int32 and got.shape == (positions.shape[-1], bins)
     np.testing.assert_array_equal(got.sum(axis=1), (~np.isnan(positions)).sum(axis=0))
     through = got.cumsum(axis=1)
-    for e, of_expert in enumerate(positions.T):
-        known = np.sort(of_expert[~np.isnan(of_expert)])
+    for e, expert_positions in enumerate(positions.T):
+        known = np.sort(expert_positions[~np.isnan(expert_positions)])
         borders = np.arange(1, bins)
         surely = np.searchsorted(known, borders - rounding, side="left")
         maybe = np.searchsorted(known, borders + rounding, side="right")

@@ -75,8 +75,8 @@ def test_results_match_jax_and_the_oracle(lhs, rhs, preferred, sizes):
         )
         calls[name] = ours, theirs, (a, right)
     if preferred:
-        of_gmm = functools.partial(gmm, preferred_element_type=preferred, transpose_rhs=True)
-        calls["gmm"] = of_gmm, calls["transposed"][1], (a, flipped)
+        transposed_gmm = functools.partial(gmm, preferred_element_type=preferred, transpose_rhs=True)
+        calls["gmm"] = transposed_gmm, calls["transposed"][1], (a, flipped)
     d_y = {name: numbers("float32", *((4, k, n) if name == "contracted" else (m, n)), seed=3) for name in calls}
 
     def all_calls(which):
@@ -156,10 +156,10 @@ def test_sizes_of_any_integer_dtype(sizes, same):
         lambda s: expert_ffn(x, w_in, w_out, s),
         lambda s: sort_chunks_by_index(x, s, np.array([1, 0]))[0],
     ]
-    of_device = [sizes, jnp.asarray(sizes)] if sizes.dtype.itemsize < 8 else [sizes]
+    variants = [sizes, jnp.asarray(sizes)] if sizes.dtype.itemsize < 8 else [sizes]
     for call in calls:
         want = call(np.array(same, np.int32))
-        for given in of_device:
+        for given in variants:
             np.testing.assert_array_equal(call(given), want)
 
 

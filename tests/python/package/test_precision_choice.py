@@ -74,8 +74,8 @@ def test_more_of_anything_takes_longer(size, name):
 
 def test_float32_weights_favour_given_quantised_weights():
     """float32 weights are rounded in every pass, quantised ones are not."""
-    of_16, of_32 = (choose_precision(QWEN3, **HOPPER, weight_bytes=size, kept=PASSES) for size in (2, 4))
-    assert of_32.fp8 == of_16.fp8 and of_32.highest > of_16.highest
+    in_16_bits, in_32_bits = (choose_precision(QWEN3, **HOPPER, weight_bytes=size, kept=PASSES) for size in (2, 4))
+    assert in_32_bits.fp8 == in_16_bits.fp8 and in_32_bits.highest > in_16_bits.highest
 
 
 def test_passes_are_named():

@@ -30,7 +30,7 @@ def batch(ranks):
     return x, torch.tensor(rng.random((2, ranks, 9)) < np.linspace(0.9, 0.5, ranks)[:, None])
 
 
-def of_rank(rank, ranks):
+def rank_batches(rank, ranks):
     """The micro-batches of a rank."""
     return [(part[rank], real[rank]) for part, real in zip(*batch(ranks), strict=True)]
 

@@ -13,8 +13,8 @@ from one_batch import (
     check_results,
     loss_of,
     make_layer,
-    of_rank,
     one_process,
+    rank_batches,
     run_in_processes,
 )
 from torch import nn
@@ -49,7 +49,7 @@ def check_ddp(rank):
     one, want = one_process(RANKS)
     layer = make_layer(loss_group=dist.group.WORLD)
     parallel = DistributedDataParallel(layer)
-    (first, real), (second, really) = of_rank(rank, RANKS)
+    (first, real), (second, really) = rank_batches(rank, RANKS)
     with parallel.no_sync():
         results = [parallel(first, token_mask=real)]
         loss_of(results[0]).backward()
@@ -64,7 +64,7 @@ def check_fsdp(rank):
     mesh = init_device_mesh("cpu", (RANKS,))
     one, want = one_process(RANKS)
     layer = fully_shard(make_layer(loss_group=dist.group.WORLD), mesh=mesh)
-    results = [layer(part, token_mask=real) for part, real in of_rank(rank, RANKS)]
+    results = [layer(part, token_mask=real) for part, real in rank_batches(rank, RANKS)]
     for result in results:
         loss_of(result).backward()
     check_results(results, rank, want)
@@ -109,7 +109,7 @@ def check_compiled(rank):
     """The graph includes the sums over the ranks."""
     layer, again = make_layer(loss_group=dist.group.WORLD), make_layer(loss_group=dist.group.WORLD)
     compiled = torch.compile(again, fullgraph=True, backend="aot_eager")
-    ((x, mask), _) = of_rank(rank, RANKS)
+    ((x, mask), _) = rank_batches(rank, RANKS)
     got, want = compiled(x, token_mask=mask), layer(x, token_mask=mask)
     torch.testing.assert_close(got.aux_loss, want.aux_loss)
     for result in (got, want):
@@ -168,7 +168,7 @@ def check_steps(rank, one, module, wrap, compiled=lambda wrapped: wrapped):
     wrapped = wrap(module)
     calls = compiled(wrapped), wrapped
     results = []
-    for call, (x, real) in zip(calls, of_rank(rank, RANKS), strict=True):
+    for call, (x, real) in zip(calls, rank_batches(rank, RANKS), strict=True):
         results.append(call(x, token_mask=real))
         loss_of(results[-1]).backward()
     check_results(results, rank, want)
@@ -188,7 +188,7 @@ def check_buffers_of_16_bits(rank):
     module = make_layer(loss_group=dist.group.WORLD)
     module.expert_bias.fill_(7.0)
     wrapped = fsdp1(module, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16))
-    ((x, mask), _) = of_rank(rank, RANKS)
+    ((x, mask), _) = rank_batches(rank, RANKS)
     for step in range(3):
         result = wrapped(x, token_mask=mask)
         assert module.expert_bias.dtype == (torch.float32 if step else torch.bfloat16)
@@ -209,7 +209,7 @@ def check_buffers_that_are_rounded_again(rank):
         module = make_layer(loss_group=dist.group.WORLD)
         policy = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
         wrapped = fsdp1(module, mixed_precision=policy)
-    ((x, mask), _) = of_rank(rank, RANKS)
+    ((x, mask), _) = rank_batches(rank, RANKS)
     for _ in range(2):  # nothing is lost before the first update
         wrapped.train()(x, token_mask=mask)
         assert module.expert_bias.dtype == torch.bfloat16

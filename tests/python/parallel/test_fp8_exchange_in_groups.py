@@ -83,8 +83,8 @@ def check_by_oracle(case, arrays, cotangents, found):
     settings = dict(activation="silu", fp8_scales=case.options.get("fp8_scales", "float32"))
     settings["weight_early"] = case.options.get("weight_early", False)
     output = reference.routed_experts(**arrays, **settings, kept=kept).output
-    of_backward = dict(kept=kept, saved_dtype=arrays["x"].dtype, sent_dtype=arrays["x"].dtype)
-    want = reference.routed_experts_backward(**arrays, **settings, **of_backward, d_output=cotangents["d_output"])
+    backward_options = dict(kept=kept, saved_dtype=arrays["x"].dtype, sent_dtype=arrays["x"].dtype)
+    want = reference.routed_experts_backward(**arrays, **settings, **backward_options, d_output=cotangents["d_output"])
     got = {name[2:]: whole(found, name, 1) for name in found[0] if name.startswith("d_")}
     got["output"] = whole(found, "output", 1)
     d_output, weights = cotangents["d_output"], np.asarray(arrays["weights"], np.float32)

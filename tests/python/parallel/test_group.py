@@ -100,7 +100,7 @@ def run(folder, cases, ranks, backend="gloo"):
     ]
 
 
-def of_each_group(parts, data, name):
+def group_values(parts, data, name):
     """The values of each group, which are equal on its ranks."""
     groups = np.split(np.stack(parts), data)
     for group in groups:
@@ -116,7 +116,7 @@ def mean(parts):
 
 def whole(found, name, data):
     """The ranks' results by name, in the form of one process. For gradients see `in_ranks.run`."""
-    parts = [of_rank[name] for of_rank in found]
+    parts = [rank_results[name] for rank_results in found]
     if name in ("output", "experts", "weights"):
         return np.concatenate(parts)
     if name.removeprefix("d_") in in_ranks.TOKENS:
@@ -124,7 +124,7 @@ def whole(found, name, data):
     if name.removeprefix("d_") in in_ranks.EXPERTS:
         expert_ranks = len(parts) // data
         return np.concatenate([mean(parts[rank::expert_ranks]) for rank in range(expert_ranks)])
-    groups = of_each_group(parts, data, name)
+    groups = group_values(parts, data, name)
     if name.startswith("d_"):
         return mean(groups)
     if name == "dropped_by_source":

@@ -123,9 +123,9 @@ def test_tokens_are_sent_between_gpus_as_fp8(gpu, transport):
             parallel = Parallel(expert_axis="expert", transport=transport, fp8_exchange=fp8_exchange)
             given = dict(put=placed(mesh, parallel), parallel=parallel, **options)
             found.append(check_routed(arrays, "gpu", sent=fp8_exchange, **given))
-        (want, of_want), (got, of_got) = found
+        (want, want_gradients), (got, got_gradients) = found
         np.testing.assert_array_equal(got, want)
-        np.testing.assert_array_equal(of_got["x"], of_want["x"])
+        np.testing.assert_array_equal(got_gradients["x"], want_gradients["x"])
         arrays["x"][3, 130] = np.nan
         (output, *_), *_ = run_routed(arrays, precision="fp8", **given)
         assert (arrays["experts"][3] >= 0).any()

@@ -17,8 +17,8 @@ from one_batch import (
     check_results,
     loss_of,
     make_layer,
-    of_rank,
     one_process,
+    rank_batches,
     run_in_processes,
 )
 from torch import nn
@@ -64,7 +64,7 @@ def sharded(mesh, **options):
 
 def accumulate(model, rank):
     results = []
-    for x, real in of_rank(rank, RANKS):
+    for x, real in rank_batches(rank, RANKS):
         results.append(model(x, token_mask=real))
         loss_of(results[-1]).backward()
     return results
@@ -104,8 +104,8 @@ def check_fsdp(rank):
         update(one.moe, None)
         torch.testing.assert_close(model.moe.expert_bias, one.moe.expert_bias)
         torch.testing.assert_close(over_all, one.moe.expert_bias)
-    for of_all in (model, one):
-        torch.optim.SGD(of_all.parameters(), lr=0.1).step()
+    for trained in (model, one):
+        torch.optim.SGD(trained.parameters(), lr=0.1).step()
     for name, parameter in one.named_parameters():
         torch.testing.assert_close(model.get_parameter(name).full_tensor(), parameter)
 
@@ -127,7 +127,7 @@ def check_fsdp_of_mixed_precision(rank):
 
 def check_called_gate(rank):
     """A gate with a hook is called; results and gradients have the bits of one without."""
-    x, real = of_rank(rank, RANKS)[0]
+    x, real = rank_batches(rank, RANKS)[0]
     for transport in ("ring", "all_to_all"):
         found = []
         for hooked in (False, True):
@@ -177,7 +177,7 @@ def check_ddp(rank):
     model = Block(group=dist.group.WORLD)
     parallel = DistributedDataParallel(ddp_ignore_experts(model))
     one, want = one_process(RANKS, Block())
-    (first, real), (second, really) = of_rank(rank, RANKS)
+    (first, real), (second, really) = rank_batches(rank, RANKS)
     with parallel.no_sync():
         results = [parallel(first, token_mask=real)]
         loss_of(results[0]).backward()
@@ -223,7 +223,7 @@ def check_clipping(rank):
 
 
 def check_wrapped_wrongly(rank):
-    x = of_rank(rank, RANKS)[0][0]
+    x = rank_batches(rank, RANKS)[0][0]
     for model in (
         Block(group=dist.group.WORLD),
         torch.compile(make_layer(group=dist.group.WORLD), backend="eager"),
@@ -311,7 +311,7 @@ def options_of_state():
 
 def check_activation_checkpoint(rank):
     """The exchange runs again in the backward pass; no token is counted twice."""
-    (x, mask), _ = of_rank(rank, RANKS)
+    (x, mask), _ = rank_batches(rank, RANKS)
     for reentrant in (False, True):
         kept, again = make_layer(group=dist.group.WORLD), make_layer(group=dist.group.WORLD)
         loss_of(kept(x, token_mask=mask)).backward()
@@ -326,7 +326,7 @@ def check_activation_checkpoint(rank):
 
 
 def check_copies(rank):
-    layer, x = make_layer(group=dist.group.WORLD), of_rank(rank, RANKS)[0][0]
+    layer, x = make_layer(group=dist.group.WORLD), rank_batches(rank, RANKS)[0][0]
     other = copy.deepcopy(layer)
     with torch.no_grad():
         layer.down_proj.zero_()

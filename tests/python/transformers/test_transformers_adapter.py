@@ -110,7 +110,7 @@ def swapped(self, gate_up):
     return nn.functional.silu(g) * u
 
 
-def of_one_row(self, gate_up):
+def depends_on_one_row(self, gate_up):
     return gate_up[0]
 
 
@@ -125,7 +125,7 @@ def failing(self, gate_up):
         dict(gate=far_limit),
         dict(gate=scaled),
         dict(gate=swapped),
-        dict(gate=of_one_row),
+        dict(gate=depends_on_one_row),
         dict(gate=failing),
         dict(act="tanh"),
         dict(act="mish"),

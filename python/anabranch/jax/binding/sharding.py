@@ -174,14 +174,14 @@ def vary_like(results: Any, operands: Any) -> Any:
 
     A jax.shard_map nested in another one loses that information about the outer axes.
     """
-    everywhere = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(operands)))
-    order = sorted(everywhere)
+    all_varying = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(operands)))
+    order = sorted(all_varying)
 
     def vary(array: jax.Array) -> jax.Array:
         missing = tuple(axis for axis in order if axis not in jax.typeof(array).manual_axis_type.varying)
         return jax.lax.pcast(array, missing, to="varying") if missing else array
 
-    return jax.tree.map(vary, results) if everywhere else results
+    return jax.tree.map(vary, results) if all_varying else results
 
 
 def check_alike(**arrays: jax.Array | None) -> None:

@@ -181,11 +181,11 @@ class MoEBlock(nn.Module):
                 f"data_parallelism_axes: got {check.shown(axes)}, expected () or the data_axes of parallel, "
                 f"{tuple(parallel_axes)}, which spreads the block over a mesh"
             )
-        elsewhere = {
+        unsupported = {
             "recv_capacity_per_rank": "Parallel(capacity_factor=...) bounds buffers",
             "quantization_recipe": "the block computes in its dtype",
         }
-        for name, reason in elsewhere.items():
+        for name, reason in unsupported.items():
             value = getattr(self, name)
             if value is not None:
                 raise ValueError(f"{name}: got {check.describe(value)}, expected None; {reason}")

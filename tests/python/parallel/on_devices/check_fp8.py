@@ -31,9 +31,11 @@ def make_operands(dtype="bfloat16"):
 )
 def test_every_kind_of_parallelism(transport, axis_type, layouts):
     mesh, parallel = mesh_of(axis_type, data=2, expert=2, tensor=2), Parallel(**EVERY_AXIS, transport=transport)
-    of_layouts = dict(zip(("w_in_layout", "w_out_layout"), layouts, strict=False))
+    layout_options = dict(zip(("w_in_layout", "w_out_layout"), layouts, strict=False))
     with jax.set_mesh(mesh):
-        check_routed(make_operands(), put=placed(mesh, parallel, *layouts), parallel=parallel, **OPTIONS, **of_layouts)
+        check_routed(
+            make_operands(), put=placed(mesh, parallel, *layouts), parallel=parallel, **OPTIONS, **layout_options
+        )
 
 
 def test_experts_are_quantised_in_their_shards(axis_type):

@@ -72,12 +72,15 @@ def test_only_weight_gradients_differ_from_an_unquantised_exchange(transport, fp
         options = dict(precision="fp8", fp8_scales=fp8_scales, parallel=parallel)
         with jax.set_mesh(mesh):
             found.append(run_routed(arrays, put=placed(mesh, parallel), **options)[:2])
-    (want, of_want), (got, of_got) = found
+    (want, want_gradients), (got, got_gradients) = found
     assert np.isnan(np.asarray(want[0], np.float32)).any(axis=1).sum() == 2
-    for name, w, g in (("output", want[0], got[0]), *((n, of_want[n], of_got[n]) for n in ("x", "weights"))):
+    for name, w, g in (
+        ("output", want[0], got[0]),
+        *((n, want_gradients[n], got_gradients[n]) for n in ("x", "weights")),
+    ):
         np.testing.assert_array_equal(np.asarray(g, np.float32), np.asarray(w, np.float32), err_msg=name)
     for name in ("w_in", "w_out"):
-        w, g = (np.asarray(of[name], np.float64) for of in (of_want, of_got))
+        w, g = (np.asarray(of[name], np.float64) for of in (want_gradients, got_gradients))
         np.testing.assert_array_equal(np.isfinite(g), np.isfinite(w), err_msg=name)
         finite = np.isfinite(w)
         error = np.linalg.norm((g - w)[finite]) / np.linalg.norm(w[finite])
@@ -106,11 +109,11 @@ def test_a_message_preserves_every_bit_and_dequantises_within_its_bound(dtype, f
     whole = np.isfinite(exact).all(axis=2, keepdims=True)
     assert (np.isnan(read) == ~whole).all()
     largest = np.where(whole, np.abs(exact).max(axis=2, keepdims=True, initial=0), 0)
-    of_dtype = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
+    rounding = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
     smallest = {"float16": 2.0**-25}.get(dtype, 2.0**-126)  # half a step of the subnormals
     near_zero = 2.0**-10 * largest / (448 if number == 0 else 224)
     bound = np.maximum(2.0**-4 * np.abs(exact), near_zero) * (1 + 2.0**-20)
-    bound += of_dtype * (np.abs(exact) + bound) + smallest
+    bound += rounding * (np.abs(exact) + bound) + smallest
     assert np.where(whole, np.abs(read - exact) <= bound, True).all()
 
 
@@ -174,11 +177,11 @@ def test_the_router_reads_unquantised_tokens():
             return jnp.sum(jnp.sin(result.output)) + result.aux_loss + result.z_loss
 
         found.append(jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*given))
-    (want, of_want), (got, of_got) = found
+    (want, want_gradients), (got, got_gradients) = found
     assert want == got
-    for w, g in zip(of_want[:2], of_got[:2], strict=True):
+    for w, g in zip(want_gradients[:2], got_gradients[:2], strict=True):
         np.testing.assert_array_equal(g, w)
-    assert not np.array_equal(of_got[2], of_want[2])
+    assert not np.array_equal(got_gradients[2], want_gradients[2])
 
 
 def test_fp8_exchange_without_fp8_or_an_exchange_is_refused():

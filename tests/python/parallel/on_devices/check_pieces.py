@@ -174,7 +174,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_sharded_rows_are_refused_with_advice(axis_type, name):
     """Rows are numbered over all tokens, so sharded rows would need a gather that no one requested."""
-    argument, function, array, of_xla = CALLS[name]
+    argument, function, array, xla_error = CALLS[name]
     mesh = mesh_of(axis_type, a=8)
     whole = jax.jit(function)(put(mesh, array))
     assert_trees_close(whole, jax.jit(function)(array))
@@ -182,6 +182,6 @@ def test_sharded_rows_are_refused_with_advice(axis_type, name):
     with pytest.raises(ValueError, match=f"^{argument}: got {got}.*{name}"):
         function(put(mesh, array, "a"))
     automatic = axis_type == AxisType.Auto  # inside a program XLA decides, and raises its own error
-    error, words = (jax.errors.JaxRuntimeError, of_xla) if automatic else (ValueError, f"^{argument}: got ")
+    error, words = (jax.errors.JaxRuntimeError, xla_error) if automatic else (ValueError, f"^{argument}: got ")
     with pytest.raises(error, match=words + got):
         jax.jit(function)(put(mesh, array, "a"))

@@ -87,7 +87,7 @@ class Activation:
 
     @classmethod
     def glu(cls, act: str) -> "Activation":
-        """act(g) u, or act(h) in an ungated expert. `act`: one of `PLAIN`; `activation=act` means the same."""
+        """act(g) u, or act(h) in an ungated expert. `act`: one of `PLAIN`, or "swish"; `activation=act` is the same."""
         name = _ALIASES.get(act, act) if isinstance(act, str) else act
         if name not in PLAIN:
             raise ValueError(f"act: got {shown(act)}, expected one of {', '.join(map(repr, (*PLAIN, *_ALIASES)))}")

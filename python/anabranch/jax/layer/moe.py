@@ -104,7 +104,7 @@ def moe(
       parallel: a `Parallel`, which spreads the layer over a mesh. None: every device has all experts, x may be sharded
         over its leading dimensions in any way, and the rows of a sharded x are not padded.
       quantized: with precision "fp8", w_in and w_out as returned by `quantize_experts`, used in their place; None: the
-        forward pass and the backward pass each quantise the weights. Gradients are those of w_in and w_out.
+        forward pass and the backward pass each quantise the weights. `quantized` gets no gradient; w_in and w_out do.
       {options}
 
     Returns:

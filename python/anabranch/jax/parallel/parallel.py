@@ -40,7 +40,7 @@ class Parallel:
         at most ceil(capacity_factor * T * K) assignments, with T tokens per device, and drops the last ones in the
         order (source, token, slot), the same on every run. Drops are counted per source.
       fp8_exchange: with precision="fp8", tokens and the cotangents of their outputs are sent to the experts as e4m3
-        numbers with the scales that the GEMMs use, 33/32 bytes per element; results are returned as before. Outputs are
+        numbers with the scales that the GEMMs use, 33/32 bytes per element; results are not quantised. Outputs are
         bitwise the same. Gradients of w_in, w_out and b_out, and the part of the weights' gradients from b_out, are
         computed from the quantised x and cotangents; docs/scaling.md has the error bound.
       mesh: the mesh; None: that of jax.set_mesh, or of the type of x.

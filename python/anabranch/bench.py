@@ -74,7 +74,7 @@ def add_command(commands: Any) -> None:
     )
     parser.add_argument("operation", choices=["layer", "router"])
     parser.add_argument("--device", choices=list(_MATRIX_SIZE), default="cpu", help="default: cpu")
-    parser.add_argument("--through", choices=["jax", "torch"], help="default: jax if it is installed")
+    parser.add_argument("--through", choices=["jax", "torch"], help="framework (default: jax if it is installed)")
     parser.add_argument(
         "--shape",
         type=_sizes,

@@ -49,7 +49,7 @@ def rows_needed(num_slots, num_experts, align_size=0):
 
 
 def plan(experts, num_experts, align_size=0, num_rows=None, num_destinations=1):
-    """Computes the rows of the assignments: by expert, within an expert by (token, slot).
+    """Computes the rows of the assignments in order of expert, then token, then slot.
 
     Args:
       experts: int[..., K]; -1 is no expert, an index outside [-1, E) is dropped.
@@ -212,7 +212,7 @@ def _as_map(routing_map):
 
 
 def make_row_id_map(routing_map):
-    """int32[T, 2E+1]: destination rows descending, their experts from column E, the count last.
+    """int32[T, 2E+1]: a token's destination rows in descending order, from column E their experts, then their number.
 
     Rows are ordered by (expert, token). Entries that the format leaves unspecified are -1.
     """

@@ -59,7 +59,7 @@ def operands(dtype):
 
 
 def step(z, expert_bias, token_mask, num_tokens, **options):
-    """A routing, its loss, and the plan of its experts."""
+    """The results of the router, its loss, and the plan of the selected experts."""
     routing = route(z, K, expert_bias=expert_bias, token_mask=token_mask, **options)
     loss = load_balance_loss(routing.score_sum, routing.tokens_per_expert, K, 0.01, num_tokens)
     return (routing.weights, loss), (plan(routing.experts, E, align_size=8), routing.tokens_per_expert)

@@ -137,7 +137,7 @@ def test_a_parametrised_weight_is_supported():
 
 
 def test_a_parametrised_weight_compiles_while_its_value_is_cached():
-    """PEFT runs the experts like this. Guards fail if anything evaluates the weight outside the program."""
+    """PEFT caches the weight so. A guard fails if the weight is evaluated outside the compiled program."""
     experts, given = make_experts(), operands()
     want = experts(*given)
     nn.utils.parametrize.register_parametrization(experts, "down_proj", nn.Identity())

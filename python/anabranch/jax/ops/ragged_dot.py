@@ -19,7 +19,7 @@ from anabranch.precision import HIGHEST, TF32
 
 
 def _as_precision(value: Any) -> jax.lax.Precision | None:
-    """The precision that a value is or names; None for None."""
+    """A `jax.lax.Precision`, given as one or by name; None stays None. Raises ValueError for other values."""
     if value is None or isinstance(value, jax.lax.Precision):
         return value
     if isinstance(value, str):

@@ -217,7 +217,7 @@ def _by_expert(chunks: jax.Array, tails: jax.Array, arriving: int, rows: int) ->
     """
     P, E = chunks.shape
     sizes = jnp.concatenate([chunks, tails[:, None]], axis=1)
-    order = jnp.arange(P * (E + 1), dtype=jnp.int32).reshape(P, E + 1).T.ravel()  # the tails come last
+    order = jnp.arange(P * (E + 1), dtype=jnp.int32).reshape(P, E + 1).T.ravel()  # all tails after all chunks
     positions = jnp.arange(arriving, dtype=jnp.int32)
     by_expert, row_of_arrived = sort_chunks(positions[:, None], sizes.ravel(), order)
     total = jnp.sum(chunks)

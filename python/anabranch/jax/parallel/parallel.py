@@ -251,7 +251,7 @@ def manual_shard_axes(parallel: Parallel) -> Axes:
         if getattr(parallel, name):
             raise ValueError(
                 f"{name}: got {getattr(parallel, name)!r} inside a jax.shard_map over the whole mesh, expected only "
-                "data_axes there; call moe() outside, it has a jax.shard_map of its own"
+                "data_axes there; outside, moe() applies its own jax.shard_map"
             )
     names = jax.sharding.get_abstract_mesh().axis_names
     for axis in parallel.data_axes:
@@ -278,7 +278,7 @@ def mesh_for(parallel: Parallel, x: jax.Array) -> Any:
             )
         if axis in manual:
             raise ValueError(
-                f"{name}: got {axis!r}, which a jax.shard_map around the call has made manual, expected moe() outside"
+                f"{name}: got {axis!r}, which a jax.shard_map around the call made manual, expected moe() outside it"
             )
     return mesh
 

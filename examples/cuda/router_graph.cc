@@ -65,7 +65,7 @@ class Array {
 
   std::vector<T>& host() { return host_; }
   const std::vector<T>& host() const { return host_; }
-  // Both libraries take this struct: only the pointer in the view differs.
+  // Both libraries accept this struct: only the pointer in the view differs.
   const ab_tensor* view(bool device) const { return device ? &device_view_ : &host_view_; }
 
   void upload(cudaStream_t stream) {

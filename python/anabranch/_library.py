@@ -124,7 +124,7 @@ def on_cuda(name: str) -> str:
 
 
 def with_symbols(library: ctypes.CDLL, names: Sequence[str]) -> ctypes.CDLL:
-    """Returns the library if it has these functions; otherwise it is another library or another version."""
+    """Returns the library if it has these functions; raises LibraryError if it is another library or version."""
     missing = [name for name in names if not hasattr(library, name)]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -162,7 +162,7 @@ def describe() -> dict[str, str]:
 
 
 def describe_cuda() -> dict[str, str]:
-    """Facts from the CUDA library: version, cuda, driver and one line per device; or error, the reason for none."""
+    """Facts from the CUDA library: version, cuda, driver and one line per device, or `error` if there is no device."""
     return _facts(load_cuda().ab_cuda_describe)
 
 

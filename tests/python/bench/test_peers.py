@@ -1,4 +1,4 @@
-"""What the benchmarks compare is the same computation."""
+"""All implementations that a benchmark compares compute the same function."""
 
 import sys
 import types
@@ -50,11 +50,11 @@ def test_peers_compute_our_routing(case):
     (probs, routing_map), pull = jax.vjp(lambda z: router.ours_dense(case, z, bias), logits)
     zeros = np.zeros(routing_map.shape, jax.dtypes.float0)
     d_logits = pull((d_probs, zeros))[0]
-    of_xla, pull = jax.vjp(lambda z: xla.dense(case, z, bias), logits)
+    xla_results, pull = jax.vjp(lambda z: xla.dense(case, z, bias), logits)
     leaf = given.logits.detach().requires_grad_()
-    of_torch = eager.dense(case, leaf, given.bias)
-    d_of_torch = torch.autograd.grad(of_torch[0], leaf, given.d_probs)[0]
-    for got, d_got in ((of_xla, pull((d_probs, zeros))[0]), (of_torch, d_of_torch)):
+    torch_results = eager.dense(case, leaf, given.bias)
+    d_torch = torch.autograd.grad(torch_results[0], leaf, given.d_probs)[0]
+    for got, d_got in ((xla_results, pull((d_probs, zeros))[0]), (torch_results, d_torch)):
         assert_same((got[0], d_got), (probs, d_logits), ("probs", "d_logits"))
         np.testing.assert_array_equal(arrays(got)[1], routing_map)
     compact = router.ours_compact(case, logits, bias)
@@ -125,11 +125,11 @@ def test_the_experts_options_reach_the_c_function():
 
 @pytest.fixture(params=layer.ROUTINGS)
 def whole_layer(request):
-    """Operands in torch and JAX, and what our layer makes of them: the output and four gradients."""
+    """Operands in torch and JAX, and our layer's results for them: the output and four gradients."""
     given = layer_torch.operands(SHAPE, "float32", request.param, "cpu")
     chosen = None if given.experts is None else timing.as_jax(given.experts.int())
-    of_jax = layer_jax.Operands(*map(timing.as_jax, (*given.leaves, given.d_out)), experts=chosen)
-    return given, of_jax, layer_jax.both(layer_jax.LAYERS["jax"], SHAPE.K)(*of_jax)
+    jax_operands = layer_jax.Operands(*map(timing.as_jax, (*given.leaves, given.d_out)), experts=chosen)
+    return given, jax_operands, layer_jax.both(layer_jax.LAYERS["jax"], SHAPE.K)(*jax_operands)
 
 
 NAMES = ("output", "d_x", "d_gate", "d_w_in", "d_w_out")
@@ -137,11 +137,11 @@ NAMES = ("output", "d_x", "d_gate", "d_w_in", "d_w_out")
 
 @pytest.mark.parametrize("by", ["c", "torch", "torch-loop"])
 def test_c_and_torch_compute_our_layer(by, whole_layer):
-    given, of_jax, want = whole_layer
+    given, jax_operands, want = whole_layer
     calls = layer_torch.calls_of(by, given, SHAPE.K)
     assert_same(calls["both"](), want, NAMES)
     assert_same([calls["forward"]()], want[:1], NAMES[:1])
-    assert layer_torch.largest_load(given, SHAPE.K) == pytest.approx(layer_jax.largest_load(of_jax, SHAPE.K))
+    assert layer_torch.largest_load(given, SHAPE.K) == pytest.approx(layer_jax.largest_load(jax_operands, SHAPE.K))
 
 
 def test_plain_jax_computes_our_layer(whole_layer):
@@ -205,7 +205,7 @@ def test_every_layer_in_torch_is_moe(by):
     given = layer_torch.operands(SHAPE, "float32", "uniform", "cpu")
     made = torch_modes.make(by, SHAPE, given)
     output, d_x, d_gate, d_w_in, d_w_out = made.both()
-    if by not in ("moe", "grouped_mm"):  # as checkpoints have them
+    if by not in ("moe", "grouped_mm"):  # weights in the layouts of checkpoints
         d_gate, d_w_out = d_gate.T, d_w_out.mT
         d_w_in = d_w_in.unflatten(1, (2, -1)).permute(0, 3, 1, 2)
     want = layer_torch.calls_of("torch", given, SHAPE.K)["both"]()
@@ -213,7 +213,7 @@ def test_every_layer_in_torch_is_moe(by):
     assert_same([made.forward()], want[:1], NAMES[:1])
 
 
-def test_quantised_experts_are_quantised_within_or_before():
+def test_weights_quantised_in_or_before_a_pass_give_the_same_bits():
     given = layer_torch.operands(WIDE, "float32", "uniform", "cpu")
     within, kept = (torch_modes.make(by, WIDE, given).both() for by in torch_modes.FP8)
     torch.testing.assert_close(within, kept, rtol=0, atol=0)
@@ -221,7 +221,7 @@ def test_quantised_experts_are_quantised_within_or_before():
     assert 0.01 < (within[0] - exact).norm() / exact.norm() < 0.2
 
 
-def test_operands_are_alike_in_both_frameworks():
+def test_operands_are_equal_in_both_frameworks():
     shape = SHAPE._replace(T=2000)
     for routing in layer.ROUTINGS:
         ours = layer_jax.operands(shape, "float32", routing)

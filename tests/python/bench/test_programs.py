@@ -1,4 +1,4 @@
-"""Every benchmark runs at a tiny shape on the CPU, and says what is wrong with its arguments. No figure is tested."""
+"""Every benchmark runs at a tiny shape on the CPU, and reports wrong arguments. The measured times are not tested."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from benchmarks.timing import Timing  # noqa: E402
 
 TINY = "16,128,128,4,2"
 FLOAT32 = ["--dtype", "float32"]
-#: The options of a tiny run, and columns whose figures it must have.
+#: For each operation: the options of a tiny run, and the columns that must have values.
 RUNS = {
     "router": (["--tokens", "32", *FLOAT32], ["dense", "jax dense", "torch d", "xla d", "d with loss", "dense floor"]),
     "plan": (["--tokens", "32", "--rows", "8,2"], ["plan", "jax plan", "torch", "xla"]),
@@ -41,7 +41,7 @@ RUNS = {
 
 @pytest.fixture(autouse=True)
 def tiny(monkeypatch):
-    """Sizes that no option gives, and short repeats."""
+    """Reduces sizes that no option sets, and shortens the measurements."""
     interleaved = timing.interleaved
     monkeypatch.setattr(
         timing, "interleaved", lambda functions, seconds, repeats=1: interleaved(functions, seconds=0, repeats=1)
@@ -80,7 +80,7 @@ def flags(name, values):
     return [argument for value in values for argument in (name, value)]
 
 
-def test_compiled_layers_are_timed_and_what_would_copy_too_much_is_not(monkeypatch):
+def test_compiled_layers_are_timed_unless_they_would_copy_too_much(monkeypatch):
     monkeypatch.setattr(torch_modes, "_MOST_BATCHED_BYTES", 0)
     compiled = []
     monkeypatch.setattr(torch, "compile", lambda function, **options: compiled.append(options) or function)
@@ -100,7 +100,7 @@ def test_torchs_ranks_on_the_cpu():
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_help_has_the_operations_own_options_alone(operation, capsys):
+def test_help_lists_only_the_operations_own_options(operation, capsys):
     with pytest.raises(SystemExit) as stop:
         main([operation, "--help"])
     assert stop.value.code == 0
@@ -146,7 +146,7 @@ def test_wrong_arguments_are_named(arguments, message, capsys):
     assert status == 2 and message in capsys.readouterr().err
 
 
-def test_without_an_operation_each_has_a_process(monkeypatch, capsys):
+def test_without_an_operation_each_runs_in_a_process(monkeypatch, capsys):
     started, busy = [], []
 
     class Process(subprocess.Popen):
@@ -181,7 +181,7 @@ def test_a_missing_gpu_is_an_error_of_the_process(monkeypatch, capsys):
 @pytest.mark.parametrize(
     "operation, cases", [("layer", ["jax", "torch"]), ("torch", ["moe", "jax"]), ("mesh", ["jax", "moe"])]
 )
-def test_on_a_gpu_every_case_has_a_process_and_its_error_a_row(operation, cases, monkeypatch, capsys):
+def test_on_a_gpu_every_case_runs_in_a_process_and_an_error_is_a_row(operation, cases, monkeypatch, capsys):
     started = []
 
     def process(name, flags, *, quiet):
@@ -251,7 +251,7 @@ def has_gpu():
 @pytest.mark.gpu
 def test_the_layer_through_c_is_torchs_on_a_gpu():
     if not has_gpu():
-        pytest.skip("NO GPU FOUND: the layer through C is not tried")
+        pytest.skip("NO GPU FOUND: the layer through C is not tested")
     shape = LayerShape(512, 256, 128, 16, 2)
     given = layer_torch.operands(shape, "bfloat16", "zipf", "cuda")
     ours, peers = (layer_torch.calls_of(by, given, shape.K)["both"]() for by in ("c", "torch"))
@@ -274,7 +274,7 @@ ON_GPU = {
 @pytest.mark.parametrize("operation", ON_GPU)
 def test_a_program_runs_on_a_gpu(operation, tmp_path):
     if not has_gpu():
-        pytest.skip("NO GPU FOUND: the benchmarks are not tried")
+        pytest.skip("NO GPU FOUND: the benchmarks are not tested")
     file = tmp_path / "rows.json"
     arguments = [operation, "--device", "cuda", "--quick", *ON_GPU[operation], "--json", str(file)]
     result = subprocess.run(

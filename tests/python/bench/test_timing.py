@@ -1,4 +1,4 @@
-"""How the benchmarks time calls, and the layers and routings that they draw. No figure is tested."""
+"""How the benchmarks time calls, and the layers and routings that they draw. The measured times are not tested."""
 
 import math
 import types
@@ -16,8 +16,8 @@ from benchmarks.shapes import NAMED, SHAPES, LayerShape, parse_shape, zipf_exper
 SHAPE = LayerShape(T=70, D=32, F=48, E=9, K=3)
 
 
-def test_calls_of_a_program_stay_apart():
-    """There is a barrier between them, and none is left out."""
+def test_calls_of_a_program_are_separated_by_barriers():
+    """XLA removes no call of a timed program."""
     functions = plan.jax_functions(16, ["jax"])
     shapes = [(timing.struct("cpu", 40, 2, dtype="int32"),)] * 4
     lowered = jax.jit(timing.chained(functions["jax plan"])).lower(shapes)
@@ -30,7 +30,7 @@ def test_calls_of_a_program_stay_apart():
 
 
 class Device:
-    """torch.cuda of a device that is busy for as many calls as it is told to sleep, a million cycles each."""
+    """Stands for torch.cuda, with a device that is busy for one call per million cycles of `_sleep`."""
 
     def __init__(self):
         self.busy = 0
@@ -45,7 +45,7 @@ class Device:
         return types.SimpleNamespace(record=lambda: None, query=lambda: self.busy <= 0)
 
 
-def test_the_time_of_the_host_is_that_of_calls_which_the_device_outlasts(monkeypatch):
+def test_host_time_is_measured_while_the_device_is_busy(monkeypatch):
     device, calls = Device(), []
     monkeypatch.setattr(timing, "torch_on", lambda name: types.SimpleNamespace(cuda=device))
 
@@ -76,7 +76,7 @@ def test_a_layer_is_measured_through_jax(tmp_path, monkeypatch):
         "jax", SHAPE, "float32", "zipf", repeats=2, product_size=64, trace=str(tmp_path / "trace")
     )
     assert found.forward.seconds > 0 and found.both.seconds > 0 and min(found.product) > 0
-    assert found.note == "product: by XLA, not cuBLAS" and found.peak is None  # the CPU does not say
+    assert found.note == "product: by XLA, not cuBLAS" and found.peak is None  # the CPU reports no peak
     assert found.memory.arguments >= SHAPE.operand_bytes(4) <= found.memory.outputs
     assert 1 < found.largest_load <= SHAPE.E / SHAPE.K
     assert list((tmp_path / "trace").rglob("*.xplane.pb"))
@@ -105,7 +105,7 @@ def test_out_of_memory_is_a_note_and_other_failures_are_not(monkeypatch):
     assert measured("jax") == Measured(note="out of memory")
 
 
-def test_the_library_is_asked_for_the_path_in_the_order_of_its_header(monkeypatch):
+def test_the_experts_path_function_gets_arguments_in_the_headers_order(monkeypatch):
     from anabranch import _library
 
     asked = []
@@ -140,7 +140,7 @@ def test_names_and_sizes_are_shapes():
 
 
 def test_a_step_needs_its_operands_its_results_and_h():
-    """As counted from what is traced; x and the experts' weights are saved as operands."""
+    """The bytes are counted in the traced program; x and the experts' weights are saved as operands."""
     shape = LayerShape(T=96, D=32, F=48, E=4, K=2)
     given = layer_jax.operands(shape, "bfloat16", "uniform")
     results = jax.tree.leaves(jax.eval_shape(layer_jax.both(layer_jax.LAYERS["jax"], shape.K), *given))
@@ -159,7 +159,7 @@ def test_zipf_experts_are_distinct_and_have_their_shares():
     experts = zipf_experts(shape)
     assert experts.shape == (shape.T, shape.K) and experts.dtype == np.int32
     assert all(len(set(row)) == shape.K for row in experts[:2000].tolist())
-    # The first is drawn with shares 1 / (1 + e); the second, given the first, with those of the others.
+    # The first expert is drawn with shares 1 / (1 + e), the second with the shares of the remaining experts.
     weights = 1 / np.arange(1, shape.E + 1)
     shares = weights / weights.sum()
     second = sum(

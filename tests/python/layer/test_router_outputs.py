@@ -14,7 +14,7 @@ from anabranch.torch.binding import calls, define
 T, D, E, K, F = 37, 8, 6, 2, 4
 EXTRA = {"tokens_per_expert", "score_sum", "lse"}
 LOSSES = {"none": {}, "aux": {"aux_loss_coeff": 0.1}, "z": {"z_loss_coeff": 0.1}}
-#: Requested outputs beside weights and experts, by score function and losses: (forward alone, with a gradient) in JAX.
+#: Requested outputs besides weights and experts, by score function and losses: (forward alone, with a gradient) in JAX.
 #: torch does not know in the forward pass whether a gradient will be requested.
 ASKED = {
     ("softmax", "none"): (set(), {"lse"}),

@@ -20,7 +20,7 @@ def test_a_status_raises_with_the_librarys_message():
         torch_ops.grouped_matmul(x, w, torch.zeros(2, dtype=torch.int32), False, HIGHEST, 0)
 
 
-def test_an_integer_that_int32_does_not_hold_is_an_error():
+def test_an_integer_beyond_int32_is_an_error():
     """ctypes would wrap around."""
     with pytest.raises(ValueError, match="num_experts: got 4294967296, expected an integer that int32 holds"):
         torch_ops.plan(torch.zeros(4, 1, dtype=torch.int32), 2**32, 4, 0, 1)
@@ -240,10 +240,10 @@ SAMPLES = list(samples())
 
 
 @pytest.mark.parametrize(("operation", "arguments"), SAMPLES, ids=[str(operation) for operation, _ in SAMPLES])
-def test_torch_finds_nothing_wrong(operation, arguments):
+def test_every_operation_passes_opcheck(operation, arguments):
     checks = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     if any(getattr(argument, "dtype", None) == torch.float8_e4m3fn for argument in arguments):
-        checks.remove("test_schema")  # it multiplies arguments, which torch does not support for their dtypes
+        checks.remove("test_schema")  # this check multiplies arguments, which torch does not support for their dtypes
     torch.library.opcheck(operation, arguments, test_utils=checks)
 
 

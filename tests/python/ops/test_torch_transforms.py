@@ -176,7 +176,7 @@ def test_arguments_that_are_not_contiguous(function):
     check_strided(function, operands)
 
 
-def test_one_tensor_in_several_places():
+def test_one_tensor_in_several_calls():
     """x is the input of two layers and a part of the cotangent, and the weights are used twice."""
     x, gate, w_in, w_out = operands()
 
@@ -231,7 +231,7 @@ def test_autocast_is_the_layer_in_its_dtype(device, gate_dtype):
 
 @pytest.mark.parametrize("rows_dtype", [torch.float32, torch.bfloat16])
 def test_autocast_is_the_experts_in_its_dtype(device, rows_dtype):
-    """Also with mixed dtypes, as torch's own matmuls under autocast return them."""
+    """The cases include mixed dtypes, which torch's own matmuls return under autocast."""
     x, _, w_in, w_out = operands()
     x, biases, sizes = (
         x.to(rows_dtype),
@@ -254,7 +254,7 @@ def test_autocast_is_the_experts_in_its_dtype(device, rows_dtype):
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def test_autocast_rounds_no_product_of_the_gate(device):
+def test_autocast_does_not_round_the_gates_gemms(device):
     x, gate, w_in, w_out = operands()
     want = moe(x.to(torch.bfloat16), gate, w_in, w_out, topk=K).weights
     with torch.autocast(device, torch.bfloat16):

@@ -166,7 +166,7 @@ anabranch.jax.route(numpy.ones((2, 3), "float32"), 1)
 @pytest.mark.parametrize("operation", ["layer", "router"])
 def test_bench_prints_times_and_rates(operation, through, tmp_path, monkeypatch, capsys):
     pytest.importorskip(through)
-    monkeypatch.setattr(bench, "_PRODUCT", {"cpu": 64})
+    monkeypatch.setattr(bench, "_MATRIX_SIZE", {"cpu": 64})
     monkeypatch.setattr(bench, "_BATCH_SECONDS", 1e-6)
     file = tmp_path / "rows.json"
     options = ["--through", through, "--shape", "16,8,8,4,2", "--json", str(file)]

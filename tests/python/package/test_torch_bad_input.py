@@ -2,7 +2,7 @@
 argument.
 
 Functions and arguments are read from the package and from signatures, so new ones are tested automatically; a function
-needs one valid call in `CALLS`. Tensors are on the device "meta", because bad values have to be refused without data.
+needs one valid call in `CALLS`. Tensors are on the device "meta", because bad values must be refused without data.
 """
 
 import inspect

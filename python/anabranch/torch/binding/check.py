@@ -198,7 +198,7 @@ class CheckCache:
         tensors: Iterable[Any],
         options: Iterable[Any],
         check: Callable[[], Any],
-        options_key: Any = None,
+        described: Any = None,
     ) -> Any:
         """Returns the cached result for these arguments, or calls `check`.
 
@@ -207,7 +207,7 @@ class CheckCache:
           tensors: tensors or None. `check` may depend on type, dtype, shape, layout and device, not on values.
           options: everything else that `check` depends on.
           check: runs the checks. Its result must not hold a tensor, nor depend on the leading dimensions.
-          options_key: further options, as `ExpertsOptions.key` returns them.
+          described: further options, an `ExpertsOptions`.
         """
         if torch.compiler.is_compiling():
             return check()
@@ -227,7 +227,7 @@ class CheckCache:
                 *[t if t is None else (type(t), t.dtype, t.shape, t.layout, t.device) for t in tensors],
                 *options,
                 *map(type, options),  # 2.0 and True are distinct from 2
-                options_key,
+                described and described.key(),
             )
             hash(key)
         except (TypeError, AttributeError, RuntimeError, IndexError):  # not a tensor: `check` raises the error

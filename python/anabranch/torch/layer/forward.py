@@ -20,7 +20,7 @@ from anabranch.torch.binding.autograd import Function
 from anabranch.torch.binding.eager import is_plain_eager, needs_graph
 from anabranch.torch.layer import native_passes
 from anabranch.torch.layer.gate import biased_gate_logits, gate_backward
-from anabranch.torch.layer.operands import LayerConfig, LayerOutput, Operands, requested_cotangents
+from anabranch.torch.layer.operands import LayerConfig, LayerOutput, Leaves, Operands, requested_cotangents
 from anabranch.torch.ops import torch_ops
 from anabranch.torch.ops.experts import cast_weight
 from anabranch.torch.ops.quantized import backward_operands, forward_operands
@@ -122,16 +122,17 @@ class _FusedLayer(Function):
 class _EagerLayer(Function):
     """See `_FusedLayer`.
 
-    `operands` has all operands, also those without a gradient; `given` has those named by `names`. The results are
-    added to the empty list `results`.
+    `operands` has all operands, also those without a gradient. `given` has the first of those named _DIFFERENTIABLE;
+    with `leaves` weights and biases are replaced by these. The results are added to the empty list `results`.
     """
 
     tensors = _DIFFERENTIABLE
 
     @staticmethod
-    def forward(ctx, config, operands, results, is_native, *given):
+    def forward(ctx, config, operands, results, is_native, leaves, *given):
         result = _eager_forward(config, operands, is_native)
         ctx.config, ctx.is_native = config, is_native
+        ctx.leaf_shapes = leaves and (leaves.w_in.shape, leaves.b_in is not None and leaves.b_in.shape)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*_saved(config, operands, result))
         results.append(result)
@@ -143,8 +144,8 @@ class _EagerLayer(Function):
 
     @staticmethod
     def backward(ctx, d_output, d_weights=None, d_score_sum=None, d_lse=None):
-        names = _DIFFERENTIABLE[: len(ctx.needs_input_grad) - 4]
-        needs = dict(zip(names, ctx.needs_input_grad[4:], strict=True))
+        names = _DIFFERENTIABLE[: len(ctx.needs_input_grad) - 5]
+        needs = dict(zip(names, ctx.needs_input_grad[5:], strict=True))
         config, saved, cotangents = ctx.config, ctx.saved_tensors, (d_output, d_weights, d_score_sum, d_lse)
         device = saved[0].device
         if ctx.is_native and d_weights is None and (needs["x"] or needs["gate"]) and is_plain_eager(device, cotangents):
@@ -153,23 +154,35 @@ class _EagerLayer(Function):
         else:
             with without_autocast(device):
                 gradients = _backward(config, needs, saved, *cotangents)
-        return None, None, None, None, *(gradients.get(name) for name in names)
+        if ctx.leaf_shapes is not None:
+            _reshape_for_leaves(gradients, *ctx.leaf_shapes)
+        return None, None, None, None, None, *(gradients.get(name) for name in names)
+
+
+def _reshape_for_leaves(gradients, w_in_shape, b_in_shape):
+    """Changes gradients of operands to those of the tensors of which the operands are views."""
+    if gradients["w_in"] is not None:
+        gradients["w_in"] = gradients["w_in"].view(w_in_shape)
+    if gradients["b_in"] is not None:
+        gradients["b_in"] = gradients["b_in"].view(b_in_shape)
+    if gradients.get("gate") is not None:
+        gradients["gate"] = gradients["gate"].T
 
 
 def _eager_forward(config: LayerConfig, operands: Operands, is_native: bool) -> LayerOutput:
     return LayerOutput(*(native_passes.forward if is_native else _forward)(config, operands))
 
 
-def _eager_layer(config: LayerConfig, operands: Operands) -> LayerOutput:
+def _eager_layer(config: LayerConfig, operands: Operands, leaves: Leaves | None) -> LayerOutput:
     """`fused_layer` in the plain eager case."""
     o, is_native = operands, native_passes.applies(config, operands)
-    given: tuple[Tensor | None, ...] = (o.x, o.w_in, o.w_out, o.b_in, o.b_out, o.gate)
+    given: tuple[Tensor | None, ...] = (o.x, *(leaves or (o.w_in, o.w_out, o.b_in, o.b_out, o.gate)))
     if not is_native:
         given = (*given, o.gate_bias, o.weights, o.logits, o.port)
     if not needs_graph(given):
         return _eager_forward(config, operands, is_native)
     results: list[LayerOutput] = []
-    outputs = _EagerLayer.call_eager(config, operands, results, is_native, *given)
+    outputs = _EagerLayer.call_eager(config, operands, results, is_native, leaves, *given)
     (r,) = results
     if config.router is None:
         return r._replace(output=outputs)
@@ -236,8 +249,8 @@ def _backward(
     return gradients | {"w_in": d_w_in if needs["w_in"] else None, "b_in": None if b_in is None else d_b_in}
 
 
-def fused_layer(config: LayerConfig, operands: Operands) -> LayerOutput:
-    """The layer on checked, flattened operands."""
-    if is_plain_eager(operands.x.device, operands):
-        return _eager_layer(config, operands)
+def fused_layer(config: LayerConfig, operands: Operands, leaves: Leaves | None = None) -> LayerOutput:
+    """The layer on checked, flattened operands. leaves: see `run_layer`."""
+    if leaves is not None or is_plain_eager(operands.x.device, operands):
+        return _eager_layer(config, operands, leaves)
     return LayerOutput(*_FusedLayer.call(config, *operands))

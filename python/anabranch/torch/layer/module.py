@@ -13,10 +13,12 @@ from anabranch.options import MODULE_NAMES, LayerOptions, ModuleKeywords, check_
 from anabranch.precision import FP8, check_fp8_widths, dense_precision
 from anabranch.torch.binding import check
 from anabranch.torch.binding.autocast import as_autocast
+from anabranch.torch.binding.eager import is_plain_eager
 from anabranch.torch.binding.group import check_group, local_part, summed
 from anabranch.torch.layer.called_gate import fork
 from anabranch.torch.layer.counts import add_counts
 from anabranch.torch.layer.moe import LayerTensors, MoEOutput, checked_config, run_layer
+from anabranch.torch.layer.operands import Leaves
 from anabranch.torch.layer.parameters import Initializer, check_plain, draw, fan_in_normal_
 from anabranch.torch.layer.submodules import Gate, OnRanks, SharedExpert, is_plain
 from anabranch.torch.layer.wrapping import check_wrapping
@@ -366,6 +368,33 @@ class MoE(OnRanks):
         replays = forced_experts is not None
         if not replays and self._restored_under_fsdp:
             self._check_not_rounded_again()
+        bias = None if replays else self._bias()
+        leaves = None if quantized is not None else self._leaves(x, token_mask, forced_experts, bias)
+        if leaves is not None:
+            tensors = self._views(leaves, x)._replace(
+                expert_bias=bias, token_mask=token_mask, forced_experts=forced_experts
+            )
+        else:
+            tensors = self._tensors(x, mask, quantized)._replace(
+                expert_bias=bias, token_mask=token_mask, forced_experts=forced_experts
+            )
+        result = run_layer(
+            self.options_of_replay if replays else self.options,
+            tensors,
+            leaves=leaves,
+            quantized=quantized,
+            qb_bin_bounds=None if replays else self.qb_bin_bounds,
+            loss_group=self.loss_group,
+            **self.parallel_options,
+        )
+        if self.training and not replays:
+            self._count(result)
+        if self.shared_expert is None:
+            return result
+        return MoEOutput(result.output + self._shared(x, mask), *result[1:])
+
+    def _tensors(self, x: Tensor, mask: Tensor | None, quantized: Any) -> LayerTensors:
+        """The arguments of `run_layer` for x, as tensors whose gradients reach the parameters by autograd."""
         up_bias = getattr(self, f"{self.up_name}_bias")
         w_in, w_out = self._matrices()
         if self.group is not None:
@@ -383,29 +412,38 @@ class MoE(OnRanks):
             w_out=weight(w_out),
             b_in=None if up_bias is None else local_part(up_bias).to(x.dtype).reshape(w_in.shape[:-1]),
             b_out=None if self.down_proj_bias is None else local_part(self.down_proj_bias).to(x.dtype),
-            expert_bias=None if replays else self._bias(),
-            token_mask=token_mask,
-            forced_experts=forced_experts,
         )
         if is_plain(self.gate):
-            tensors = tensors._replace(gate=self.gate.weight.T, gate_bias=self.gate.bias)
-        else:
-            for_gate, port = fork(x, mask)
-            logits = _called("gate", self.gate, (*x.shape[:-1], ("E", self.num_experts)), for_gate)
-            tensors = tensors._replace(x=x.detach(), logits=logits.float(), port=port)
-        result = run_layer(
-            self.options_of_replay if replays else self.options,
-            tensors,
-            quantized=quantized,
-            qb_bin_bounds=None if replays else self.qb_bin_bounds,
-            loss_group=self.loss_group,
-            **self.parallel_options,
-        )
-        if self.training and not replays:
-            self._count(result)
-        if self.shared_expert is None:
-            return result
-        return MoEOutput(result.output + self._shared(x, mask), *result[1:])
+            return tensors._replace(gate=self.gate.weight.T, gate_bias=self.gate.bias)
+        for_gate, port = fork(x, mask)
+        logits = _called("gate", self.gate, (*x.shape[:-1], ("E", self.num_experts)), for_gate)
+        return tensors._replace(x=x.detach(), logits=logits.float(), port=port)
+
+    def _leaves(self, x: Tensor, *others: Tensor | None) -> Leaves | None:
+        """The parameters themselves, if the layer can take them without views that autograd records.
+
+        None: the layer has a group or a gate that must be called, this is not the plain eager case, or parameters have
+        another dtype than x.
+        """
+        if self.group is not None or not is_plain(self.gate):
+            return None
+        biases = getattr(self, f"{self.up_name}_bias"), self.down_proj_bias
+        weights = getattr(self, self.up_name), self.down_proj
+        assert isinstance(self.gate, Gate)
+        leaves = Leaves(*weights, *biases, self.gate.weight)
+        if not is_plain_eager(x.device, (x, *others, *leaves, self.gate.bias)):
+            return None
+        dtype = x.dtype
+        if any(w.dtype not in (dtype, torch.float32) for w in weights):
+            return None
+        return leaves if all(b is None or b.dtype == dtype for b in biases) else None
+
+    @torch.no_grad()
+    def _views(self, leaves: Leaves, x: Tensor) -> LayerTensors:
+        """The arguments of `run_layer` as views of the parameters, without autograd."""
+        w_in, w_out = self._matrices()
+        b_in = None if leaves.b_in is None else leaves.b_in.view(w_in.shape[:-1])
+        return LayerTensors(x, w_in, w_out, b_in, leaves.b_out, leaves.gate.T, self.gate.bias)
 
     def _shared(self, x: Tensor, token_mask: Tensor | None) -> Tensor:
         """The shared expert's output for x [..., D]."""

@@ -19,7 +19,14 @@ from anabranch.torch.binding.autocast import as_autocast, match_autocast
 from anabranch.torch.binding.group import check_group, sum_over_ranks, with_mean_gradients
 from anabranch.torch.layer.forward import fused_layer
 from anabranch.torch.layer.on_group import GroupConfig, GroupOutput, group_layer
-from anabranch.torch.layer.operands import LayerConfig, LayerOutput, Operands, layer_config, quantized_fields
+from anabranch.torch.layer.operands import (
+    LayerConfig,
+    LayerOutput,
+    Leaves,
+    Operands,
+    layer_config,
+    quantized_fields,
+)
 from anabranch.torch.ops.balance import load_balance_loss, mean_of_squares
 from anabranch.torch.ops.experts import check_experts
 from anabranch.torch.ops.quantized import QuantizedExperts, check_current, check_fp8_operands
@@ -235,6 +242,7 @@ def run_layer(
     options: LayerOptions,
     tensors: LayerTensors,
     *,
+    leaves: Leaves | None = None,
     group: Any = None,
     transport: str = "auto",
     capacity_factor: float | None = None,
@@ -243,7 +251,13 @@ def run_layer(
     quantized: QuantizedExperts | None = None,
     qb_bin_bounds: Tensor | tuple[float, float] | None = None,
 ) -> MoEOutput:
-    """`moe` with its options and its tensors as one object each. Other arguments: as in `moe`."""
+    """`moe` with its options and its tensors as one object each. Other arguments: as in `moe`.
+
+    Args:
+      options, tensors: of `moe`.
+      leaves: in the plain eager case, without a group, the tensors of which the weights in `tensors` are views.
+      others: as in `moe`.
+    """
     x, w_in, w_out, b_in, b_out, gate, gate_bias, expert_bias, token_mask, forced_experts, logits, port = tensors
     parallel = check_parallel(group, transport, capacity_factor, fp8_exchange, precision_number(options.precision))
     ranks = 1 if parallel is None else parallel.ranks
@@ -254,7 +268,7 @@ def run_layer(
         matrices if quantized is None else (*matrices, *quantized_fields(quantized).values()),
         (ranks, has_loss_group, type(quantized)),
         lambda: _checked(options, ranks, tensors, quantized, loss_group),
-        options.key(),
+        options,
     )
     if quantized is not None:
         check_current(quantized, w_in, w_out)
@@ -275,7 +289,7 @@ def run_layer(
         operands = operands._replace(**quantized_fields(quantized))
     result: LayerOutput | GroupOutput
     if parallel is None:
-        result = fused_layer(config, operands)
+        result = fused_layer(config, operands, leaves)
         counts, by_source, histogram = result.tokens_per_expert, result.dropped_by_source, result.qb_histogram
         if by_source is None:
             by_source = result.dropped.view(1)

@@ -118,6 +118,24 @@ def quantized_fields(quantized: QuantizedExperts | None) -> dict[str, Any]:
     return {f"quantized_{name}": tensor for name, tensor in quantized._asdict().items()}
 
 
+class Leaves(NamedTuple):
+    """The tensors of which operands are views, in the plain eager case. Their gradients have their shapes.
+
+    Autograd then records one function, and no view of a parameter.
+    """
+
+    w_in: Tensor
+    """Any shape with the elements of w_in in their order."""
+    w_out: Tensor
+    """The operand itself."""
+    b_in: Tensor | None
+    """Any shape with the elements of b_in in their order."""
+    b_out: Tensor | None
+    """The operand itself."""
+    gate: Tensor
+    """[E, D], the transpose of the operand."""
+
+
 class LayerOutput(NamedTuple):
     """The results of the layer, flattened. Without a router, the results of routing have no elements."""
 

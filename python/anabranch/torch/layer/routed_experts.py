@@ -108,7 +108,7 @@ def routed_experts(
         (w_in, w_out, b_in, b_out, *quantized_fields(quantized).values()),
         (ranks, type(quantized)),
         lambda: _checked(given, ranks, tensors, quantized),
-        given.key(),
+        given,
     )
     check_current(quantized, w_in, w_out)
     leading, K, experts = x.shape[:-1], experts.shape[-1], check.as_indices(experts)

@@ -204,6 +204,7 @@ class MoE(OnRanks):
         self.qb_bin_bounds = host_bounds(qb_bin_bounds) if quantile else None
         factory: dict[str, Any] = dict(dtype=self.param_dtype, device=device)
         self.up_name = "gate_up_proj" if self.gated else "up_proj"
+        self.up_bias_name = f"{self.up_name}_bias"
 
         def parameter(name: str, present: bool, *shape: int) -> None:
             value = torch.empty((self.local_experts, *shape), **factory) if present else None
@@ -387,7 +388,7 @@ class MoE(OnRanks):
             loss_group=self.loss_group,
             **self.parallel_options,
         )
-        if self.training and not replays:
+        if bias is not None and self.training:
             self._count(result)
         if self.shared_expert is None:
             return result
@@ -395,7 +396,7 @@ class MoE(OnRanks):
 
     def _tensors(self, x: Tensor, mask: Tensor | None, quantized: Any) -> LayerTensors:
         """The arguments of `run_layer` for x, as tensors whose gradients reach the parameters by autograd."""
-        up_bias = getattr(self, f"{self.up_name}_bias")
+        up_bias = getattr(self, self.up_bias_name)
         w_in, w_out = self._matrices()
         if self.group is not None:
             check_wrapping(
@@ -425,18 +426,21 @@ class MoE(OnRanks):
         None: the layer has a group or a gate that must be called, this is not the plain eager case, or parameters have
         another dtype than x.
         """
-        if self.group is not None or not is_plain(self.gate):
+        gate = self.gate
+        if self.group is not None or not is_plain(gate):
             return None
-        biases = getattr(self, f"{self.up_name}_bias"), self.down_proj_bias
-        weights = getattr(self, self.up_name), self.down_proj
-        assert isinstance(self.gate, Gate)
-        leaves = Leaves(*weights, *biases, self.gate.weight)
-        if not is_plain_eager(x.device, (x, *others, *leaves, self.gate.bias)):
+        assert isinstance(gate, Gate)
+        up, down = getattr(self, self.up_name), self.down_proj
+        up_bias, down_bias = getattr(self, self.up_bias_name), self.down_proj_bias
+        if not is_plain_eager(x.device, (x, *others, up, down, up_bias, down_bias, gate.weight, gate.bias)):
             return None
         dtype = x.dtype
-        if any(w.dtype not in (dtype, torch.float32) for w in weights):
+        dtypes = (dtype, torch.float32)
+        if up.dtype not in dtypes or down.dtype not in dtypes:
             return None
-        return leaves if all(b is None or b.dtype == dtype for b in biases) else None
+        if (up_bias is not None and up_bias.dtype != dtype) or (down_bias is not None and down_bias.dtype != dtype):
+            return None
+        return Leaves(up, down, up_bias, down_bias, gate.weight)
 
     @torch.no_grad()
     def _views(self, leaves: Leaves, x: Tensor) -> LayerTensors:
@@ -462,13 +466,16 @@ class MoE(OnRanks):
         E, F, D = self.local_experts, self.hidden_features, self.in_features
         # reshape accepts any shape with the right number of elements, so these are checked here; `moe` checks the
         # others.
-        for name, shape in ((self.up_name, (E, self.parts * F, D)), (f"{self.up_name}_bias", (E, self.parts * F))):
-            value = getattr(self, name)
-            if value is not None and tuple(local_part(value).shape) != shape:
-                got = check.describe(local_part(value))
-                raise ValueError(f"{name}: got {got}, expected [{', '.join(map(str, shape))}]")
-        halves = (E, F, 2) if self.interleaved else (E, self.parts, F)
-        return local_part(getattr(self, self.up_name)).reshape(*halves, D), local_part(self.down_proj)
+        up, up_bias = local_part(getattr(self, self.up_name)), getattr(self, self.up_bias_name)
+        self._check_shape(self.up_name, up, E, self.parts * F, D)
+        if up_bias is not None:
+            self._check_shape(self.up_bias_name, local_part(up_bias), E, self.parts * F)
+        return up.reshape((E, F, 2, D) if self.interleaved else (E, self.parts, F, D)), local_part(self.down_proj)
+
+    @staticmethod
+    def _check_shape(name: str, value: Tensor, *shape: int) -> None:
+        if tuple(value.shape) != shape:
+            raise ValueError(f"{name}: got {check.describe(value)}, expected [{', '.join(map(str, shape))}]")
 
     def quantized(self, *, gradients: bool = True) -> QuantizedExperts:
         """Quantises this rank's experts with `quantize_experts`, for calls with precision="fp8".
@@ -503,9 +510,8 @@ class MoE(OnRanks):
 
     @torch.no_grad()
     def _count(self, result: MoEOutput) -> None:
-        if self.expert_bias is not None:
-            for name, counts in self._counts().items():
-                add_counts(counts, getattr(result, name))
+        for name, counts in self._counts().items():
+            add_counts(counts, getattr(result, name))
 
     def _state(self, name: str) -> tuple[Tensor, Tensor]:
         """The expert bias, restored to float32, and the named counts, for an update in place."""

@@ -65,8 +65,7 @@ def measure_layer(
         def dropped(x: Any, gate: Any, w_in: Any, w_out: Any) -> jax.Array:
             return moe(x, gate, w_in, w_out, topk=shape.K, precision=precision, parallel=parallel).dropped
 
-        forward = _seconds(layer_jax.forward(run, shape.K), given, repeats)
-        both = _seconds(layer_jax.both(run, shape.K), given, repeats)
+        forward, both = (_seconds(one, given, repeats) for one in layer_jax.passes(run, shape.K).values())
         return forward, both, int(jax.jit(dropped)(*given[:4]))
 
 

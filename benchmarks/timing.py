@@ -1,6 +1,6 @@
 """Timing: interleaved batches of calls on the CPU; graphs and jitted programs with rotated operands on a GPU.
 
-Most benchmarks call `times_of`. The functions below it time calls on a GPU and measure copy rates.
+Most benchmarks call `times_of`. The functions below it time calls on a GPU.
 """
 
 import concurrent.futures
@@ -43,19 +43,6 @@ class Program(NamedTuple):
 
     run: Callable[[Any], Any]
     groups: Sequence[Sequence[Any]]
-
-
-def fits(program: Program) -> bool:
-    """Runs a program once. Returns False if the device runs out of memory."""
-    import jax
-
-    try:
-        jax.block_until_ready(program.run(program.groups[0]))
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return False
-    return True
 
 
 def times_of(
@@ -212,6 +199,11 @@ def seconds_of_each(
       least_calls: calls per graph, if they take no more than `seconds`.
       seconds: limit of the time per graph; see least_calls.
     """
+    return replays([captured(calls, least_calls, seconds)], repeats)[0]
+
+
+def captured(calls: Sequence[Callable[[], Any]], least_calls: int = 20, seconds: float = 4e-3) -> tuple[Any, int]:
+    """Returns a CUDA graph for `replays` and the number of calls in it; see `seconds_of_each`."""
     torch = torch_on("cuda")
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
@@ -230,16 +222,25 @@ def seconds_of_each(
         for _ in range(rounds):
             for call in calls:
                 call()
-    for _ in range(3):
-        graph.replay()
-    samples = []
+    return graph, rounds * len(calls)
+
+
+def replays(graphs: Sequence[tuple[Any, int]], repeats: int) -> list[Timing]:
+    """Times one call of each graph of `captured`. Replays are interleaved, so that clock drift affects all graphs."""
+    torch = torch_on("cuda")
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for graph, _ in graphs:
+        for _ in range(3):
+            graph.replay()
+    samples: list[list[float]] = [[] for _ in graphs]
     for _ in range(repeats):
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        samples.append(start.elapsed_time(end) * 1e-3 / (rounds * len(calls)))
-    return summary(samples)
+        for (graph, calls), of_graph in zip(graphs, samples, strict=True):
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            of_graph.append(start.elapsed_time(end) * 1e-3 / calls)
+    return [summary(of_graph) for of_graph in samples]
 
 
 def seconds_of_calls(calls: Sequence[Callable[[], Any]], *, repeats: int = REPEATS, seconds: float = 40e-3) -> Timing:
@@ -305,35 +306,6 @@ def host_seconds(call: Callable[[], Any], *, calls: int, repeats: int = REPEATS)
     return statistics.median(samples) if samples else None
 
 
-def copy_rate(device: str) -> float:
-    """Returns bytes read and written per second by a large copy, in GPU memory or by all CPU threads."""
-    return _gpu_copy_rate() if device == "cuda" else _cpu_copy_rate()
-
-
-@functools.cache
-def _gpu_copy_rate(size: int = 1 << 30) -> float:
-    torch = torch_on("cuda")
-    source = torch.randn(size // 4, device="cuda")
-    target = torch.empty_like(source)
-    # Use a kernel, because a copy inside a graph may use the copy engines, which are slower.
-    return 2 * size / seconds_of_each([lambda: torch.neg(source, out=target)], least_calls=5).seconds
-
-
-def _cpu_copy_rate(size: int = 1 << 27, repeats: int = 9) -> float:
-    import numpy as np
-
-    threads = len(os.sched_getaffinity(0))
-    source = np.ones((threads, size // threads), np.uint8)
-    target = np.zeros_like(source)
-    best = math.inf
-    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        for _ in range(repeats):
-            start = time.perf_counter()
-            list(pool.map(np.copyto, target, source))  # numpy releases the GIL while it copies
-            best = min(best, time.perf_counter() - start)
-    return 2 * source.size / best
-
-
 def struct(device: str, *shape: int, dtype: str) -> Any:
     """Returns the jax.ShapeDtypeStruct of an array on the device."""
     jax = jax_on(device)
@@ -384,6 +356,13 @@ def compile_all(programs: Mapping[Hashable, tuple[Callable[..., Any], Any]]) -> 
         return dict(zip(lowered, compiled, strict=True))
 
 
+def program(function: Callable[..., Any], sets: Sequence[Sequence[Any]], calls: int = 1) -> Program:
+    """Returns a program of `calls` calls of `function` on arrays. It is compiled at its first run."""
+    import jax
+
+    return Program(jax.jit(chained(function)), groups_of(sets, calls))
+
+
 def groups_of(sets: Sequence[Any], size: int) -> list[list[Any]]:
     """Splits the sets into groups of `size`. Fills the last group up with sets from the front.
 
@@ -431,21 +410,21 @@ def seconds_of_program(
     return _batch_timing([batch(size) for _ in range(repeats)], size * len(groups[0]))
 
 
-def available(operation: str, by: Sequence[str], requested: bool, device: str) -> list[str]:
-    """Returns the implementations to time. Without JAX, omits those through JAX unless they were requested by name.
+def available(operation: str, requested: Sequence[str] | None, known: Sequence[str], device: str) -> list[str]:
+    """Returns the requested implementations, or all known ones; without JAX, not those through JAX.
 
     Raises:
       BenchError: torch, or JAX if it was requested, is missing or sees no GPU.
     """
     torch_on(device)
+    by = list(dict.fromkeys(requested or known))
     through_jax = [name for name in by if name.startswith("jax") or name in ("xla", "ragged-dot")]
-    if not through_jax:
-        return list(by)
-    try:
-        jax_on(device)
-    except BenchError as error:
-        if requested:
-            raise
-        print(f"{operation}: without {', '.join(through_jax)}: {error}", file=sys.stderr)
-        return [name for name in by if name not in through_jax]
-    return list(by)
+    if through_jax:
+        try:
+            jax_on(device)
+        except BenchError as error:
+            if requested:
+                raise
+            print(f"{operation}: without {', '.join(through_jax)}: {error}", file=sys.stderr)
+            return [name for name in by if name not in through_jax]
+    return by

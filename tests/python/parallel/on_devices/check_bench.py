@@ -22,9 +22,9 @@ def test_the_layer_on_all_ranks_is_the_layer(transport):
         given = mesh_jax.operands(mesh, parallel, SHAPE, "float32")
         assert given.x.shape == (SHAPE.T * mesh.size, SHAPE.D)
         assert given.w_in.addressable_shards[0].data.shape[0] == SHAPE.E // mesh.size
-        got = jax.jit(layer_jax.both(mesh_jax.layer(parallel), SHAPE.K))(*given)
+        got = jax.jit(layer_jax.passes(mesh_jax.layer(parallel), SHAPE.K)["both"])(*given)
     alone = layer_jax.Operands(*(None if a is None else jax.numpy.asarray(np.asarray(a)) for a in given))
-    want = layer_jax.both(layer_jax.LAYERS["jax"], SHAPE.K)(*alone)
+    want = layer_jax.passes(layer_jax.LAYERS["jax"], SHAPE.K)["both"](*alone)
     for name, mine, theirs in zip(NAMES, got, want, strict=True):
         assert_close(mine, theirs, 2e-6 if name == "output" else 1e-5, name)
 

@@ -187,81 +187,45 @@ def c_calls(given: Operands, topk: int) -> Calls:
     experts, row_of_slot = (empty(T, K, dtype=torch.int32) for _ in range(2))
     lse, score_sum = empty(T, dtype=torch.float32), empty(E, dtype=torch.float32)
     tokens_per_expert, group_sizes = (empty(E, dtype=torch.int32) for _ in range(2))
-    slot_of_row = empty(R, dtype=torch.int32)
-    a, h, output = empty(R, F), empty(R, 2, F), empty(T, D)
+    slot_of_row, offsets, dropped = (empty(*size, dtype=torch.int32) for size in ((R,), (E + 1,), ()))
+    a, h, output, through_logits = empty(R, F), empty(R, 2, F), empty(T, D), empty(T, D)
     d_w_in, d_w_out, d_x, d_gate = (torch.zeros_like(leaf) for leaf in (w_in, w_out, x, gate))
 
     routing = {"topk": K, "score_function": 0, "normalize": 1, "scaling_factor": 1.0, "logits": logits}
-    forced = {} if given.experts is None else {"forced_experts": given.experts.to(torch.int32)}
-    route = c_call(
-        "router_forward",
-        **routing,
-        **forced,
-        weights=weights,
-        experts=experts,
-        tokens_per_expert=tokens_per_expert,
-        score_sum=score_sum,
-        lse=lse,
-    )
-    plan = c_call(
-        "plan",
-        num_experts=E,
-        experts=experts,
-        tokens_per_expert=tokens_per_expert,
-        group_sizes=group_sizes,
-        offsets=empty(E + 1, dtype=torch.int32),
-        row_of_slot=row_of_slot,
-        slot_of_row=slot_of_row,
-        dropped=empty(dtype=torch.int32),
-    )
+    routed = {"weights": weights, "experts": experts, "score_sum": score_sum, "lse": lse}
+    if given.experts is not None:
+        routed["forced_experts"] = given.experts.to(torch.int32)
+    counts = {"tokens_per_expert": tokens_per_expert}
+    route = c_call("router_forward", **routing, **routed, **counts)
     rows = {"slot_of_row": slot_of_row, "group_sizes": group_sizes}
+    maps = {**rows, "row_of_slot": row_of_slot, "offsets": offsets, "dropped": dropped}
+    plan = c_call("plan", num_experts=E, experts=experts, **counts, **maps)
     ffn = {"topk": K, "x": x, "w_in": w_in, **rows}
-    ffn_forward = {
-        name: c_call("expert_ffn_forward", **ffn, a=a, **saved)
-        for name, saved in (("without h", {}), ("with h", {"h": h}))
-    }
+    up = {saved: c_call("expert_ffn_forward", **ffn, a=a, **({"h": h} if saved else {})) for saved in (False, True)}
     down = c_call("grouped_matmul_combine", x=a, w=w_out, **rows, row_of_slot=row_of_slot, weights=weights, out=output)
+    gradients = {"dh": h, "d_w_in": d_w_in, "d_w_out": d_w_out, "d_weights": d_weights}
     ffn_backward = c_call(
-        "expert_ffn_backward",
-        **ffn,
-        w_out=w_out,
-        weights=weights,
-        h=h,
-        d_out=given.d_out,
-        dh=h,
-        d_w_in=d_w_in,
-        d_w_out=d_w_out,
-        d_weights=d_weights,
+        "expert_ffn_backward", **ffn, w_out=w_out, weights=weights, h=h, d_out=given.d_out, **gradients
     )
-    route_backward = c_call(
-        "router_backward", **routing, experts=experts, lse=lse, d_weights=d_weights, d_logits=d_logits
-    )
-    through_logits = empty(T, D)
-    add_up = c_call(
-        "grouped_matmul_combine",
-        transpose_w=1,
-        backward=1,
-        x=h.reshape(R, 2 * F),  # h contains dh by then
-        w=w_in.reshape(E, D, 2 * F),
-        **rows,
-        row_of_slot=row_of_slot,
-        addend=through_logits,
-        out=d_x,
-    )
+    cotangents = {"d_weights": d_weights, "d_logits": d_logits}
+    route_backward = c_call("router_backward", **routing, experts=experts, lse=lse, **cotangents)
+    dh, w = h.reshape(R, 2 * F), w_in.reshape(E, D, 2 * F)  # h contains dh by then
+    sums = {"transpose_w": 1, "backward": 1, "row_of_slot": row_of_slot, "addend": through_logits, "out": d_x}
+    add_up = c_call("grouped_matmul_combine", x=dh, w=w, **rows, **sums)
 
-    def forward(name: str = "without h") -> Any:
+    def forward(save_h: bool = False) -> Any:
         if x.is_cuda:
             torch.mm(x, gate, out_dtype=torch.float32, out=logits)
         else:
             torch.mm(x.float(), gate.float(), out=logits)
         route()
         plan()
-        ffn_forward[name]()
+        up[save_h]()
         down()
         return output
 
     def both() -> Any:
-        forward("with h")
+        forward(save_h=True)
         ffn_backward()
         route_backward()
         narrow = d_logits.to(x.dtype)  # as in moe() with a bfloat16 gate

@@ -59,12 +59,8 @@ def draw(rows: dict[str, list[dict[str, Any]]], out: pathlib.Path) -> None:
     for operation, found in (("layer", pairs), ("torch", bars)):
         if not found:
             raise ValueError(f"files: got no rows of the benchmark {operation}, expected those that --help names")
-    style: dict[Any, Any] = {
-        "font.size": 10,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.titlelocation": "left",
-    }
+    style: dict[Any, Any] = {"font.size": 10, "axes.titlelocation": "left"}
+    style |= dict.fromkeys(("axes.spines.top", "axes.spines.right"), False)
     with plt.rc_context(style):
         figure, (left, right) = plt.subplots(1, 2, figsize=(11.5, 3.9), width_ratios=(3, 2), layout="constrained")
         places = range(len(pairs))

@@ -19,10 +19,11 @@ through JAX; xla: lax.top_k and a scatter; both jitted. torch and xla compute th
 ours through C. Floors: the bytes of the dense call, of reading the logits, or of reading the logits and writing their
 gradient, at the copy rate of this run. On a GPU: median of the repeats, which rotate operands past the L2 cache (at
 most 64 sets). C and torch are timed on the device, in graphs of many calls; jax and xla on the host with the queue
-full, in programs of up to 64 and 8 calls; *: bound by the host's launches. On the CPU: best of interleaved repeats"""
+full, in programs of up to 8 calls; *: bound by the host's launches. On the CPU: best of interleaved repeats"""
 
 DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("float32", "bfloat16")}
 BY = ("c", "jax", "torch", "xla")
+_DEFAULT = {"cpu": BY, "cuda": ("c", "torch")}
 TOKENS = {"cpu": (4096,), "cuda": (65536, 8192, 4096, 256)}
 QB_BINS = 1000
 CASES = [
@@ -54,12 +55,11 @@ MORE_CASES = [
 OPTIONS = {
     **flags.rows("only E experts, K per token; one of those that the table has without this option"),
     **flags.tokens("4096 on the CPU; 65536, 8192, 4096 and 256 on a GPU"),
-    **flags.by(BY),
+    **flags.by(BY, "all installed ones; on a GPU c and torch"),
 }
 _SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
 
-#: Most calls per jitted program. XLA takes longer to compile each of its calls than each of ours.
-_CALLS_OF_OURS, _CALLS_OF_XLA = timing.MOST_SETS, 8
+_MOST_CALLS = 8  # per jitted program
 
 
 class Operands(NamedTuple):
@@ -183,33 +183,15 @@ def _options(case: RouterCase, bias: Any) -> dict[str, Any]:
     return {"score_function": case.score_function, "expert_bias": bias if case.bias else None, **groups}
 
 
-def jax_functions(case: RouterCase, by: Sequence[str]) -> dict[str, tuple[Callable[..., Any], int]]:
-    """Returns functions of logits and bias by column, with the most calls per program.
+def jax_functions(case: RouterCase) -> dict[str, Callable[..., Any]]:
+    """Returns functions of logits and bias by column. Our custom calls write all their outputs, returned or not."""
+    from benchmarks.peers import xla
 
-    Our custom calls write all their outputs, returned or not.
-    """
-    functions: dict[str, tuple[Callable[..., Any], int]] = {}
-    if "jax" in by:
-        functions["jax dense"] = (lambda z, b: ours_dense(case, z, b)[0]), _CALLS_OF_OURS
-        functions["jax compact"] = (lambda z, b: ours(case, z, b).weights), _CALLS_OF_OURS
-    if "xla" in by:
-        from benchmarks.peers import xla
-
-        functions["xla"] = functools.partial(xla.dense, case), _CALLS_OF_XLA
-    return functions
-
-
-def _compile(sets: Mapping[RouterCase, int], T: int, dtype: str, device: str, by: Sequence[str]) -> Mapping[Any, Any]:
-    """Compiles the programs of all cases, many at a time. sets: operand sets per case."""
-    programs: dict[Any, Any] = {}
-    for case, count in sets.items():
-        for name, (function, most) in jax_functions(case, by).items():
-            operands = (
-                timing.struct(device, T, case.E, dtype=dtype),
-                timing.struct(device, case.E, dtype="float32"),
-            )
-            programs[case, name] = timing.chained(function), [operands] * min(most, count)
-    return timing.compile_all(programs) if programs else {}
+    return {
+        "jax dense": lambda z, b: ours_dense(case, z, b)[0],
+        "jax compact": lambda z, b: ours(case, z, b).weights,
+        "xla": functools.partial(xla.dense, case),
+    }
 
 
 def _chosen(options: argparse.Namespace, cases: Sequence[RouterCase]) -> list[RouterCase]:
@@ -231,8 +213,9 @@ def _head(case: RouterCase, T: int, dtype: str) -> dict[str, Any]:
     return {"T": T, "E": case.E, "K": case.K, "score": str(case), "dtype": dtype}
 
 
-def _sets_of(case: RouterCase, T: int, dtype: str, device: str) -> int:
-    return timing.sets_past_cache(device, T * case.E * (5 if dtype == "float32" else 3))
+def _draw(case: RouterCase, T: int, dtype: str, device: str) -> list[Operands]:
+    count = timing.sets_past_cache(device, T * case.E * (5 if dtype == "float32" else 3))
+    return [operands(case, T, dtype, device, seed) for seed in range(count)]
 
 
 def c_cases(options: argparse.Namespace) -> Iterator[beside.Case]:
@@ -241,8 +224,7 @@ def c_cases(options: argparse.Namespace) -> Iterator[beside.Case]:
     for dtype in options.dtype:
         for T in options.tokens or TOKENS[device]:
             for case in _chosen(options, CASES + MORE_CASES):
-                seeds = range(_sets_of(case, T, dtype, device))
-                sets = [operands(case, T, dtype, device, seed) for seed in seeds]
+                sets = _draw(case, T, dtype, device)
                 yield _head(case, T, dtype), [functools.partial(c_calls, case, one) for one in sets]
 
 
@@ -254,30 +236,29 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
       BenchError: this machine lacks something.
     """
     device, chosen = options.device, _chosen(options, CASES)
-    by = timing.available("router", options.by, BY, device)
+    by = timing.available("router", options.by, _DEFAULT[device], device)
     rate = ceilings.copy_rate(device)
     for dtype in options.dtype:
         size = 4 if dtype == "float32" else 2
         for T in options.tokens or TOKENS[device]:
-            sets = {case: _sets_of(case, T, dtype, device) for case in chosen}
-            programs = _compile(sets, T, dtype, device, by)
-            for case, count in sets.items():
-                given = [operands(case, T, dtype, device, seed) for seed in range(count)]
+            for case in chosen:
+                given = _draw(case, T, dtype, device)
                 calls: dict[str, list[Callable[[], Any]]] = {}
                 for make in [c_calls] * ("c" in by) + [torch_calls] * ("torch" in by):
                     made = [make(case, one) for one in given]
                     calls |= {name: [one[name] for one in made] for name in made[0]}
-                if device == "cuda":
-                    timing.torch_on("cuda").cuda.synchronize()
-                arrays = [tuple(map(timing.as_jax, one[:2])) for one in given] if programs else []
-                of_case = {
-                    name: timing.Program(programs[case, name], timing.groups_of(arrays, min(most, count)))
-                    for name, (_, most) in jax_functions(case, by).items()
-                }
+                programs = {}
+                if "jax" in by or "xla" in by:
+                    arrays = [tuple(map(timing.as_jax, one[:2])) for one in given]
+                    programs = {
+                        name: timing.program(function, arrays, min(_MOST_CALLS, len(given)))
+                        for name, function in jax_functions(case).items()
+                        if name.split()[0] in by
+                    }
                 elements = T * case.E
                 yield {
                     **_head(case, T, dtype),
-                    **columns(timing.times_of(device, calls, of_case, quick=options.quick)),
+                    **columns(timing.times_of(device, calls, programs, quick=options.quick)),
                     "dense floor": 1e6 * elements * (2 * size + 1) / rate,
                     "read floor": 1e6 * elements * size / rate,
                     "d floor": 1e6 * elements * 2 * size / rate,

@@ -3,7 +3,6 @@
 Most benchmarks call `times_of`. The functions below it time calls on a GPU.
 """
 
-import concurrent.futures
 import functools
 import itertools
 import math
@@ -11,7 +10,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from anabranch._packages import explain
@@ -39,7 +38,7 @@ class Timing(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A compiled `chained` program, and groups of as many operand sets as the program takes."""
+    """A jitted `chained` program, and groups of as many operand sets as the program takes."""
 
     run: Callable[[Any], Any]
     groups: Sequence[Sequence[Any]]
@@ -306,13 +305,6 @@ def host_seconds(call: Callable[[], Any], *, calls: int, repeats: int = REPEATS)
     return statistics.median(samples) if samples else None
 
 
-def struct(device: str, *shape: int, dtype: str) -> Any:
-    """Returns the jax.ShapeDtypeStruct of an array on the device."""
-    jax = jax_on(device)
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices(device)[0])
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-
 def as_jax(tensor: Any) -> Any:
     """Returns a torch tensor as a JAX array, without a copy where JAX can share the memory."""
     import jax
@@ -339,30 +331,6 @@ def chained(function: Callable[..., Any]) -> Callable[[Sequence[Sequence[Any]]],
     return run
 
 
-def compile_all(programs: Mapping[Hashable, tuple[Callable[..., Any], Any]]) -> dict[Hashable, Callable[..., Any]]:
-    """Compiles functions for operands of given shapes, many at a time.
-
-    Args:
-      programs: by name, a function of one argument, and that argument with `struct`s instead of arrays.
-
-    Returns:
-      The compiled programs by name.
-    """
-    import jax
-
-    lowered = {name: jax.jit(function).lower(operand) for name, (function, operand) in programs.items()}
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        compiled = pool.map(lambda program: program.compile(), lowered.values())
-        return dict(zip(lowered, compiled, strict=True))
-
-
-def program(function: Callable[..., Any], sets: Sequence[Sequence[Any]], calls: int = 1) -> Program:
-    """Returns a program of `calls` calls of `function` on arrays. It is compiled at its first run."""
-    import jax
-
-    return Program(jax.jit(chained(function)), groups_of(sets, calls))
-
-
 def groups_of(sets: Sequence[Any], size: int) -> list[list[Any]]:
     """Splits the sets into groups of `size`. Fills the last group up with sets from the front.
 
@@ -370,6 +338,13 @@ def groups_of(sets: Sequence[Any], size: int) -> list[list[Any]]:
     [[1, 2], [3, 1]]
     """
     return [[sets[(i + j) % len(sets)] for j in range(size)] for i in range(0, len(sets), size)]
+
+
+def program(function: Callable[..., Any], sets: Sequence[Sequence[Any]], calls: int = 1) -> Program:
+    """Returns a program of `calls` calls of `function` on arrays. It is compiled at its first run."""
+    import jax
+
+    return Program(jax.jit(chained(function)), groups_of(sets, calls))
 
 
 def seconds_of_program(

@@ -25,13 +25,12 @@ def test_calls_of_a_program_stay_apart():
     def ours(experts):
         return plan(experts, 16).row_of_slot
 
-    shapes = [(timing.struct("cpu", 40, 2, dtype="int32"),)] * 4
+    shapes = [(jax.ShapeDtypeStruct((40, 2), "int32"),)] * 4
     lowered = jax.jit(timing.chained(ours)).lower(shapes)
     assert lowered.as_text().count("optimization_barrier") == 3
     assert lowered.compile().as_text().count('custom_call_target="ab_xla_plan"') == 4
-    program = timing.compile_all({"plan": (timing.chained(ours), shapes)})["plan"]
-    groups = timing.groups_of([(jnp.full((40, 2), e, jnp.int32),) for e in range(6)], 4)
-    timed = timing.seconds_of_program(program, groups, repeats=2, seconds=0.0)
+    program = timing.program(ours, [(jnp.full((40, 2), e, jnp.int32),) for e in range(6)], 4)
+    timed = timing.seconds_of_program(*program, repeats=2, seconds=0.0)
     assert 0 < timed.low <= timed.seconds <= timed.high
 
 

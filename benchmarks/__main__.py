@@ -17,7 +17,7 @@ from benchmarks.tables import format_table
 
 #: The module of each operation. A module defines CAPTION, DTYPES per device (() if dtypes do not matter), OPTIONS (the
 #: arguments of `add_argument` by name), `rows(options)`, unless one table shows all rows, `tables(rows)`, and for
-#: --beside `c_cases(options)`.
+#: --beside `cases(options)`.
 OPERATIONS = {
     "router": "router",
     "plan": "plan",
@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         _add_common(command, list(module.DTYPES), dtypes)
         for option, settings in module.OPTIONS.items():
             command.add_argument(option, **settings)
-        if hasattr(module, "c_cases"):
+        if hasattr(module, "cases"):
             command.add_argument("--beside", metavar="LIBRARY", action="append", default=[], help=BESIDE)
     return parser
 
@@ -85,7 +85,7 @@ def _rows(operation: str, options: argparse.Namespace) -> list[dict[str, Any]]:
             raise ArgumentError(f"--dtype: got {dtype} with {where}, expected {', '.join(known)}")
     try:
         if getattr(options, "beside", None):
-            found = beside.rows(module.c_cases(options), options.beside, options.device, options.quick)
+            found = beside.rows(module.cases(options), options.beside, options.device, options.quick)
         else:
             found = module.rows(options)
         for row in found:

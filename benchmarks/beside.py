@@ -10,8 +10,8 @@ CAPTION = """with --beside: microseconds of the calls through C, of this build a
 GPU replays of CUDA graphs, are interleaved. x: time divided by that of this build; bits differ: the libraries whose
 results differ from those of this build"""
 
-#: The first columns of a row, and functions that return the C calls on one set of operands.
-Case = tuple[dict[str, Any], Sequence[Callable[[], Calls]]]
+#: The first columns of a row, sets of operands, and a function that returns the C calls on one set.
+Case = tuple[dict[str, Any], Sequence[Any], Callable[[Any], Calls]]
 
 
 def rows(cases: Iterable[Case], libraries: Sequence[str], device: str, quick: bool) -> Iterator[dict[str, Any]]:
@@ -24,11 +24,18 @@ def rows(cases: Iterable[Case], libraries: Sequence[str], device: str, quick: bo
       quick: shorter and fewer repeats.
     """
     builds = {"this": None} | {path: path for path in libraries}
-    for head, makers in cases:
+    for library in libraries:
+        with through(library):  # An invalid path is an error of the arguments.
+            pass
+    for head, operands, make in cases:
         calls: dict[str, list[Calls]] = {}
-        for name, path in builds.items():
-            with through(path):
-                calls[name] = [make() for make in makers]
+        try:
+            for name, path in builds.items():
+                with through(path):
+                    calls[name] = [make(one) for one in operands]
+        except RuntimeError as error:  # for example an older build that does not support the case
+            yield {**head, "error": f"{name}: {error}"}
+            continue
         for call in calls["this"][0]:
             of_build = {name: [one[call] for one in sets] for name, sets in calls.items()}
             results = {name: sets[0]() for name, sets in of_build.items()}
@@ -50,11 +57,14 @@ def rows(cases: Iterable[Case], libraries: Sequence[str], device: str, quick: bo
             }
 
 
+def _tensors(result: Any) -> list[Any]:
+    """Returns the tensors of a call's result."""
+    parts = result.values() if isinstance(result, dict) else result if isinstance(result, tuple) else None
+    return [result] if parts is None else [tensor for part in parts for tensor in _tensors(part)]
+
+
 def _same_bits(one: Any, other: Any) -> bool:
     import torch
 
-    leaves = (torch.utils._pytree.tree_leaves(result) for result in (one, other))
-    return all(
-        torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
-        for a, b in zip(*leaves, strict=True)
-    )
+    bits = ([tensor.reshape(-1).view(torch.uint8) for tensor in _tensors(result)] for result in (one, other))
+    return all(map(torch.equal, *bits))

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks import ceilings, flags, timing
-from benchmarks.shapes import NAMED, LayerShape
+from benchmarks.shapes import ITEMSIZES, NAMED, LayerShape
 from benchmarks.tables import columns, selected
 
 CAPTION = """microseconds: moe's forward pass in torch, w_in and w_out in checkpoint layout ("pfd", "df"). experts:
@@ -43,7 +43,7 @@ def _layer_rows(
     cases: Sequence[LayerShape], dtype: str, device: str, rate: float, quick: bool
 ) -> Iterator[dict[str, Any]]:
     """Yields the rows of one layer for several T."""
-    itemsize = 4 if dtype == "float32" else 2
+    itemsize = ITEMSIZES[dtype]
     copies = [_weights(cases[0], dtype, device, seed) for seed in range(_copies(cases, itemsize, device))]
     calls = _CALLS if device == "cuda" else 1
     for case in cases:

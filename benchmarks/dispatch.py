@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks import beside, ceilings, flags, timing
 from benchmarks.c_call import Calls, c_call
-from benchmarks.shapes import draw_experts
+from benchmarks.shapes import ITEMSIZES, draw_experts
 from benchmarks.tables import columns
 
 CAPTION = """microseconds per call. c: ours through C; torch: eager index_select and index_add. GB/s: least bytes to
@@ -116,23 +116,15 @@ def fit_to_memory(shape: tuple[int, ...], itemsize: int, device: str) -> tuple[i
     return T, E, K, D
 
 
-def _draw(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], dict[str, int], list[Operands]]]:
-    """Yields the first columns of rows, the least bytes per operation, and sets of operands."""
-    device = options.device
+def cases(options: argparse.Namespace) -> Iterator[beside.Case]:
+    """Yields the first columns of rows, sets of operands and our calls."""
     for dtype in options.dtype:
-        itemsize = 4 if dtype == "float32" else 2
-        for requested in SHAPES[device][:1] if options.quick else SHAPES[device]:
-            shape = fit_to_memory(requested, itemsize, device)
-            moved = least_bytes(shape, itemsize)
-            count = timing.sets_past_cache(device, moved["dispatch"])
+        for requested in SHAPES[options.device][:1] if options.quick else SHAPES[options.device]:
+            shape = fit_to_memory(requested, ITEMSIZES[dtype], options.device)
+            count = timing.sets_past_cache(options.device, least_bytes(shape, ITEMSIZES[dtype])["dispatch"])
             head = {"T,E,K,D": ",".join(map(str, shape)), "dtype": dtype}
-            yield head, moved, [Operands(shape, dtype, device, seed) for seed in range(count)]
-
-
-def c_cases(options: argparse.Namespace) -> Iterator[beside.Case]:
-    """Yields what --beside times."""
-    for head, _, given in _draw(options):
-        yield head, [functools.partial(c_calls, one) for one in given]
+            # The operands must not stay referenced here while the next ones are drawn.
+            yield head, [Operands(shape, dtype, options.device, seed) for seed in range(count)], c_calls
 
 
 def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -140,13 +132,14 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     device, by = options.device, timing.available("dispatch", options.by, BY, options.device)
     if device == "cpu":
         keep_freed_memory()
-    for head, moved, given in _draw(options):
+    for head, given, make in cases(options):
+        shape = tuple(map(int, head["T,E,K,D"].split(",")))
         calls: dict[str, list[Calls]] = {}
         if "c" in by:
-            calls["c"] = [c_calls(one) for one in given]
+            calls["c"] = [make(one) for one in given]
         if "torch" in by:
             calls["torch"] = [torch_calls(one) for one in given]
-        for operation, size in moved.items():
+        for operation, size in least_bytes(shape, ITEMSIZES[head["dtype"]]).items():
             timed = {who: [one[operation] for one in sets] for who, sets in calls.items() if operation in sets[0]}
             if not timed:
                 continue

@@ -10,7 +10,7 @@ from anabranch.bench import ArgumentError
 from anabranch.precision import NUMBERS as PRECISIONS
 from benchmarks import beside, ceilings, flags, timing
 from benchmarks.c_call import Calls, c_call
-from benchmarks.shapes import CPU_SHAPES, NAMED, LayerShape, draw_experts
+from benchmarks.shapes import CPU_SHAPES, ITEMSIZES, NAMED, LayerShape, draw_experts
 from benchmarks.tables import UNITS, experts_path, rates, selected
 
 CAPTION = """FLOP/s count 6 T K D F for forward and 18 T K D F for both: forward and backward, with gradients of x by
@@ -96,8 +96,8 @@ def torch_calls(given: Operands) -> Calls:
     return {"forward": forward, "both": lambda: torch.autograd.grad(output(), leaves, d_y)}
 
 
-def _draw(options: argparse.Namespace) -> Iterator[tuple[LayerShape, str, list[Operands]]]:
-    """Yields shapes and dtypes with sets of operands.
+def cases(options: argparse.Namespace) -> Iterator[beside.Case]:
+    """Yields the first columns of rows, sets of operands and our calls.
 
     Raises:
       ArgumentError: FP8 does not support them.
@@ -111,24 +111,20 @@ def _draw(options: argparse.Namespace) -> Iterator[tuple[LayerShape, str, list[O
         if fp8 and (shape.D % 128 or shape.F % 128):
             raise ArgumentError(f"--shape: got {shape} with --precision fp8, expected D and F to be multiples of 128")
         for dtype in dtypes:
-            count = timing.sets_past_cache(device, shape.operand_bytes(4 if dtype == "float32" else 2), least=1)
-            yield shape, dtype, [Operands(shape, dtype, device, seed) for seed in range(count)]
-
-
-def c_cases(options: argparse.Namespace) -> Iterator[beside.Case]:
-    """Yields what --beside times."""
-    for shape, dtype, given in _draw(options):
-        head = {"T,D,F,E,K": str(shape), "dtype": dtype}
-        yield head, [functools.partial(c_calls, one, options.precision, options.activation) for one in given]
+            count = timing.sets_past_cache(device, shape.operand_bytes(ITEMSIZES[dtype]), least=1)
+            head = {"T,D,F,E,K": str(shape), "dtype": dtype}
+            make = functools.partial(c_calls, precision=options.precision, activation=options.activation)
+            yield head, [Operands(shape, dtype, device, seed) for seed in range(count)], make
 
 
 def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """Yields one row per shape, dtype and implementation."""
     device, by = options.device, timing.available("experts", options.by, BY, options.device)
-    for shape, dtype, given in _draw(options):
+    for head, given, make in cases(options):
+        shape, dtype = flags.parse_shape(head["T,D,F,E,K"]), head["dtype"]
         calls: dict[str, list[Calls]] = {}
         if "c" in by:
-            calls["c"] = [c_calls(one, options.precision, options.activation) for one in given]
+            calls["c"] = [make(one) for one in given]
         if "torch" in by and (device == "cpu" or dtype == "bfloat16"):  # all that grouped_mm supports on a GPU
             calls["torch"] = [torch_calls(one) for one in given]
         before = ceilings.product_rate(device, dtype)
@@ -141,8 +137,7 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         known = [rate for rate in (before, ceilings.product_rate(device, dtype)) if rate is not None]
         for who in calls:
             yield {
-                "T,D,F,E,K": str(shape),
-                "dtype": dtype,
+                **head,
                 "by": who,
                 "precision": options.precision if who == "c" else "highest",
                 "activation": options.activation if who == "c" else "silu",

@@ -10,7 +10,7 @@ from anabranch import _library
 from anabranch.bench import ArgumentError, BenchError
 from benchmarks import beside, ceilings, flags, timing
 from benchmarks.processes import Case, rows_of_cases
-from benchmarks.shapes import CPU_SHAPES, SHAPES
+from benchmarks.shapes import CPU_SHAPES, ITEMSIZES, SHAPES
 from benchmarks.tables import UNITS, experts_path, rates, selected
 from benchmarks.timing import Timing
 
@@ -53,7 +53,7 @@ _GIB = 2**30
 def _cases(options: argparse.Namespace, by: Sequence[str]) -> list[Case]:
     default = CPU_SHAPES if options.device == "cpu" else SHAPES
     return [
-        Case("layer", options.device, shape, dtype, who, ("routing", routing))
+        Case("layer", options.device, shape, dtype, who, routing=routing)
         for shape in flags.sized(options.shape or default, options.tokens, options.quick)
         for routing in dict.fromkeys(options.routing or ROUTINGS[:1])
         for dtype in options.dtype
@@ -61,16 +61,14 @@ def _cases(options: argparse.Namespace, by: Sequence[str]) -> list[Case]:
     ]
 
 
-def c_cases(options: argparse.Namespace) -> Iterator[beside.Case]:
+def cases(options: argparse.Namespace) -> Iterator[beside.Case]:
     """Yields what --beside times."""
     from benchmarks.layer_torch import c_calls, operands
 
     for case in _cases(options, ["c"]):
-        assert case.more
-        size = case.shape.operand_bytes(4 if case.dtype == "float32" else 2)
-        seeds = range(timing.sets_past_cache(case.device, size, least=1))
-        given = [operands(case.shape, case.dtype, case.more[1], case.device, seed) for seed in seeds]
-        yield case.head(), [functools.partial(c_calls, one, case.shape.K) for one in given]
+        count = timing.sets_past_cache(case.device, case.shape.operand_bytes(ITEMSIZES[case.dtype]), least=1)
+        draw = functools.partial(operands, case.shape, case.dtype, case.routing, case.device)
+        yield case.head(), [draw(seed) for seed in range(count)], functools.partial(c_calls, topk=case.shape.K)
 
 
 def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -102,8 +100,7 @@ def _rows_on_cpu(cases: Sequence[Case], quick: bool) -> Iterator[dict[str, Any]]
     """Yields the rows of cases that differ only in the implementation."""
     calls: dict[str, dict[str, Any]] = {}
     programs: dict[str, dict[str, timing.Program]] = {}
-    for _, device, shape, dtype, who, more in cases:
-        routing = more[1] if more else ""
+    for _, device, shape, dtype, who, routing, _ in cases:
         if who in IN_TORCH:
             from benchmarks import layer_torch
 
@@ -140,8 +137,8 @@ def _require_gpu() -> None:
 
 def _measure(case: Case, quick: bool) -> Iterator[dict[str, Any]]:
     """Yields the row of a case on a GPU."""
-    _, _, shape, dtype, by, more = case
-    routing, repeats = more[1] if more else "", 5 if quick else timing.REPEATS
+    _, _, shape, dtype, by, routing, _ = case
+    repeats = 5 if quick else timing.REPEATS
     if by in IN_TORCH:
         from benchmarks import layer_torch
 
@@ -196,7 +193,7 @@ def row(
         "mode": mode,
         "path": path,
         **figures,
-        "needed GiB": case.shape.step_bytes(4 if case.dtype == "float32" else 2) / _GIB,
+        "needed GiB": case.shape.step_bytes(ITEMSIZES[case.dtype]) / _GIB,
         "planned GiB": None if planned is None else planned / _GIB,
         "peak GiB": None if peak is None else peak / _GIB,
         **{f"host {name} us": 1e6 * time if (time := (host or {}).get(name)) else None for name in ("forward", "both")},

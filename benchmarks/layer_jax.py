@@ -61,7 +61,7 @@ def normal(key: jax.Array, scale: float, shape: tuple[int, ...], dtype: str) -> 
     return jax.lax.map(draw, jax.random.split(key, shape[0])) if has_experts else draw(key)
 
 
-def operands(shape: LayerShape, dtype: str, routing: str, seed: int = 0, by: str = "jax") -> Operands:
+def operands(shape: LayerShape, dtype: str, routing: str | None, seed: int = 0, by: str = "jax") -> Operands:
     """Returns random operands of a layer that preserve the scale of activations.
 
     Args:
@@ -125,7 +125,7 @@ def passes(layer: Layer, topk: int) -> dict[str, Callable[..., Any]]:
     return {"forward": forward, "both": both}
 
 
-def cpu_programs(by: str, shape: LayerShape, dtype: str, routing: str) -> dict[str, timing.Program]:
+def cpu_programs(by: str, shape: LayerShape, dtype: str, routing: str | None) -> dict[str, timing.Program]:
     """Returns the programs of both passes for `timing.times_of`."""
     given = operands(shape, dtype, routing, by=by)
     return {name: timing.program(function, [given]) for name, function in passes(LAYERS[by], shape.K).items()}
@@ -189,7 +189,7 @@ class _Product:
 
 
 def measure(
-    by: str, shape: LayerShape, dtype: str, routing: str, *, repeats: int, product_size: int = 8192
+    by: str, shape: LayerShape, dtype: str, routing: str | None, *, repeats: int, product_size: int = 8192
 ) -> dict[str, Any]:
     """Measures times and memory of one layer on a GPU. The process should not have used the device before.
 
@@ -209,7 +209,9 @@ def measure(
     return {"times": {}, "note": "out of memory"} if found is None else found
 
 
-def _measure(by: str, shape: LayerShape, dtype: str, routing: str, repeats: int, product_size: int) -> dict[str, Any]:
+def _measure(
+    by: str, shape: LayerShape, dtype: str, routing: str | None, repeats: int, product_size: int
+) -> dict[str, Any]:
     functions = passes(LAYERS[by], shape.K)
     given, programs = operands(shape, dtype, routing, by=by), {}
     found: dict[str, Any] = {}

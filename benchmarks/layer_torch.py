@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from benchmarks import timing
 from benchmarks.c_call import Calls, c_call
-from benchmarks.shapes import LayerShape, draw_experts
+from benchmarks.shapes import ITEMSIZES, LayerShape, draw_experts
 
 PASSES = ("forward", "both")
 EAGER, COMPILED, GRAPH, REDUCE = "eager", "compiled", "graph", "reduce-overhead"
@@ -49,7 +49,7 @@ class Layer(NamedTuple):
         return output, *torch.autograd.grad(output, self.leaves, self.d_out)
 
 
-def operands(shape: LayerShape, dtype: str, routing: str, device: str, seed: int = 0) -> Operands:
+def operands(shape: LayerShape, dtype: str, routing: str | None, device: str, seed: int = 0) -> Operands:
     """Returns operands with the same distribution as layer_jax.operands, and the same experts if they are given."""
     torch, normal = timing.torch_on(device), timing.normal_on(device, dtype, seed)
     T, D, F, E, K = shape
@@ -130,14 +130,14 @@ def calls_of(by: str, given: Operands, topk: int, mode: str = EAGER) -> Calls:
     return {"forward": layer.forward, "both": layer.both}
 
 
-def measure(by: str, shape: LayerShape, dtype: str, routing: str, mode: str, repeats: int) -> dict[str, Any]:
+def measure(by: str, shape: LayerShape, dtype: str, routing: str | None, mode: str, repeats: int) -> dict[str, Any]:
     """Measures both passes on a GPU. The process should not have used the device before.
 
     Returns:
       `times` by pass; `host`: seconds until a call returns, by pass, not for graphs; `note`: what ran out of memory.
     """
     torch = timing.torch_on("cuda")
-    count = timing.sets_past_cache("cuda", shape.operand_bytes(4 if dtype == "float32" else 2), least=1)
+    count = timing.sets_past_cache("cuda", shape.operand_bytes(ITEMSIZES[dtype]), least=1)
     times, host, notes = {}, {}, []
     for name in PASSES:
         try:

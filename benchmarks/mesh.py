@@ -55,7 +55,7 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     device = options.device
     transports = list(dict.fromkeys(options.transport or TRANSPORTS))
     cases = [
-        Case("mesh", device, shape, DTYPES[device][0], by, ("transport", transport))
+        Case("mesh", device, shape, DTYPES[device][0], by, transport=transport)
         for shape in flags.sized(options.shape or SHAPES[device], options.tokens, options.quick)
         for by in dict.fromkeys(options.by or BY)
         for transport in (transports if by in OURS else transports[:1])
@@ -69,7 +69,7 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 
 def _measure(case: Case, repeats: int) -> Iterator[dict[str, Any]]:
-    _, device, shape, dtype, by, _ = case
+    _, device, shape, dtype, by, _, _ = case
     ranks = _ranks(by, device)
     if ranks < 2:
         raise BenchError(f"mesh: got {ranks} device, expected 2 or more")
@@ -85,7 +85,7 @@ def _measure(case: Case, repeats: int) -> Iterator[dict[str, Any]]:
             found = mesh_jax.measure_collectives(shape, dtype, repeats)
         for name, (timed, sent) in found.items():
             yield {
-                **case._replace(more=None).head(),
+                **case._replace(transport=None).head(),
                 "collective": name,
                 "sent MiB": sent / 2**20,
                 "ms": 1e3 * timed.seconds,
@@ -117,8 +117,8 @@ def _ranks(by: str, device: str) -> int:
 
 def _layer(case: Case, capacity: float | None, repeats: int) -> Mapping[str, tuple[timing.Timing, timing.Timing, int]]:
     """Returns, per mode, the times of forward and of both, and the number of dropped assignments."""
-    _, device, shape, dtype, by, more = case
-    transport = more[1] if more else ""
+    _, device, shape, dtype, by, _, transport = case
+    assert transport is not None
     if by == "moe":
         from benchmarks import mesh_torch
 

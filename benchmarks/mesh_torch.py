@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks import timing
 from benchmarks.layer_torch import EAGER, GRAPH, Layer, operands
-from benchmarks.shapes import LayerShape
+from benchmarks.shapes import ITEMSIZES, LayerShape
 from benchmarks.timing import Timing
 
 MODES = {"cpu": (EAGER,), "cuda": (EAGER, GRAPH)}
@@ -45,7 +45,7 @@ def measure_all_to_all(count: int, dtype: str, device: str, repeats: int) -> tup
     """Times one exchange between all ranks with `count` elements per rank; also returns the bytes that a rank sends."""
     ranks = ranks_on(device)
     samples = _in_ranks(device, _all_to_all, (count, dtype, repeats))
-    return timing.summary(samples), count // ranks * (ranks - 1) * (4 if dtype == "float32" else 2)
+    return timing.summary(samples), count // ranks * (ranks - 1) * ITEMSIZES[dtype]
 
 
 def _in_ranks(device: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:

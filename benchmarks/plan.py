@@ -59,20 +59,15 @@ def _chosen(options: argparse.Namespace) -> list[tuple[int, int, int]]:
     return chosen[:1] if options.quick else chosen
 
 
-def _draw(options: argparse.Namespace) -> Iterator[tuple[dict[str, Any], list[Any]]]:
-    """Yields the first columns of each row, and sets of experts."""
+def cases(options: argparse.Namespace) -> Iterator[beside.Case]:
+    """Yields the first columns of each row, sets of experts and our calls."""
     torch, count = timing.torch_on(options.device), 8 if options.device == "cuda" else 1
     for T, E, K in _chosen(options):
         for zipf in (False, True):
             drawn = [draw_experts(T, E, K, seed, zipf=zipf) for seed in range(count)]
             head = {"T": T, "E": E, "K": K, "routing": "skewed" if zipf else "uniform"}
-            yield head, [torch.from_numpy(one).to(options.device) for one in drawn]
-
-
-def c_cases(options: argparse.Namespace) -> Iterator[beside.Case]:
-    """Yields what --beside times."""
-    for head, sets in _draw(options):
-        yield head, [functools.partial(c_calls, one, head["E"]) for one in sets]
+            sets = [torch.from_numpy(one).to(options.device) for one in drawn]
+            yield head, sets, functools.partial(c_calls, E=E)
 
 
 def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -87,10 +82,10 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     from benchmarks.peers import torch as eager
 
     rate = ceilings.copy_rate(device)
-    for head, sets in _draw(options):
+    for head, sets, make in cases(options):
         E, calls, programs = head["E"], {}, {}
         if "c" in by:
-            calls["plan"] = [c_calls(one, E)["plan"] for one in sets]
+            calls["plan"] = [make(one)["plan"] for one in sets]
         if "torch" in by:
             calls["torch"] = [functools.partial(eager.plan, one, E) for one in sets]
         if "xla" in by:

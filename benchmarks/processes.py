@@ -16,31 +16,27 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 
 class Case(NamedTuple):
-    """One measurement of the benchmark `operation`. more: another of its options, for example ("routing", "zipf")."""
+    """One measurement of a layer by the benchmark `operation`. routing, transport: None if it has no such option."""
 
     operation: str
     device: str
     shape: LayerShape
     dtype: str
     by: str
-    more: tuple[str, str] | None = None
+    routing: str | None = None
+    transport: str | None = None
+
+    def _own(self) -> dict[str, str]:
+        return {name: value for name in ("routing", "transport") if (value := getattr(self, name)) is not None}
 
     def head(self) -> dict[str, Any]:
         """Returns the first columns of its rows."""
-        return {"T,D,F,E,K": str(self.shape), **dict(filter(None, [self.more])), "dtype": self.dtype, "by": self.by}
+        return {"T,D,F,E,K": str(self.shape), **self._own(), "dtype": self.dtype, "by": self.by}
 
     def arguments(self) -> list[str]:
         """Returns the command line of the measurement alone."""
-        return [self.operation, "--device", self.device] + [
-            word
-            for name, value in (
-                ("shape", self.shape),
-                ("dtype", self.dtype),
-                ("by", self.by),
-                *filter(None, [self.more]),
-            )
-            for word in (f"--{name}", str(value))
-        ]
+        options = {"device": self.device, "shape": self.shape, "dtype": self.dtype, "by": self.by, **self._own()}
+        return [self.operation, *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
 
 
 def rows_of_cases(

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from anabranch.bench import ArgumentError
 from benchmarks import beside, ceilings, flags, timing
 from benchmarks.c_call import Calls, c_call
-from benchmarks.shapes import RouterCase
+from benchmarks.shapes import ITEMSIZES, RouterCase
 from benchmarks.tables import columns, shown
 
 CAPTION = """microseconds. dense: probabilities and byte map; compact: weights, experts, counts, score_sum, lse; plain:
@@ -209,23 +209,23 @@ def _chosen(options: argparse.Namespace, cases: Sequence[RouterCase]) -> list[Ro
     return chosen[:1] if options.quick else chosen
 
 
-def _head(case: RouterCase, T: int, dtype: str) -> dict[str, Any]:
-    return {"T": T, "E": case.E, "K": case.K, "score": str(case), "dtype": dtype}
-
-
-def _draw(case: RouterCase, T: int, dtype: str, device: str) -> list[Operands]:
-    count = timing.sets_past_cache(device, T * case.E * (5 if dtype == "float32" else 3))
-    return [operands(case, T, dtype, device, seed) for seed in range(count)]
-
-
-def c_cases(options: argparse.Namespace) -> Iterator[beside.Case]:
-    """Yields what --beside times."""
+def _draw(
+    options: argparse.Namespace, known: Sequence[RouterCase]
+) -> Iterator[tuple[RouterCase, dict[str, Any], list[Operands]]]:
+    """Yields routings, the first columns of their rows, and sets of operands."""
     device = options.device
     for dtype in options.dtype:
         for T in options.tokens or TOKENS[device]:
-            for case in _chosen(options, CASES + MORE_CASES):
-                sets = _draw(case, T, dtype, device)
-                yield _head(case, T, dtype), [functools.partial(c_calls, case, one) for one in sets]
+            for case in _chosen(options, known):
+                count = timing.sets_past_cache(device, T * case.E * (ITEMSIZES[dtype] + 1))
+                head = {"T": T, "E": case.E, "K": case.K, "score": str(case), "dtype": dtype}
+                yield case, head, [operands(case, T, dtype, device, seed) for seed in range(count)]
+
+
+def cases(options: argparse.Namespace) -> Iterator[beside.Case]:
+    """Yields what --beside times."""
+    for case, head, sets in _draw(options, CASES + MORE_CASES):
+        yield head, sets, functools.partial(c_calls, case)
 
 
 def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -235,35 +235,32 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
       ArgumentError: a routing of --rows is unknown.
       BenchError: this machine lacks something.
     """
-    device, chosen = options.device, _chosen(options, CASES)
+    _chosen(options, CASES)
+    device = options.device
     by = timing.available("router", options.by, _DEFAULT[device], device)
     rate = ceilings.copy_rate(device)
-    for dtype in options.dtype:
-        size = 4 if dtype == "float32" else 2
-        for T in options.tokens or TOKENS[device]:
-            for case in chosen:
-                given = _draw(case, T, dtype, device)
-                calls: dict[str, list[Callable[[], Any]]] = {}
-                for make in [c_calls] * ("c" in by) + [torch_calls] * ("torch" in by):
-                    made = [make(case, one) for one in given]
-                    calls |= {name: [one[name] for one in made] for name in made[0]}
-                programs = {}
-                if "jax" in by or "xla" in by:
-                    arrays = [tuple(map(timing.as_jax, one[:2])) for one in given]
-                    programs = {
-                        name: timing.program(function, arrays, min(_MOST_CALLS, len(given)))
-                        for name, function in jax_functions(case).items()
-                        if name.split()[0] in by
-                    }
-                elements = T * case.E
-                yield {
-                    **_head(case, T, dtype),
-                    **columns(timing.times_of(device, calls, programs, quick=options.quick)),
-                    "dense floor": 1e6 * elements * (2 * size + 1) / rate,
-                    "read floor": 1e6 * elements * size / rate,
-                    "d floor": 1e6 * elements * 2 * size / rate,
-                    "copy TB/s": rate / 1e12,
-                }
+    for case, head, given in _draw(options, CASES):
+        calls: dict[str, list[Callable[[], Any]]] = {}
+        programs: dict[str, timing.Program] = {}
+        for make in [c_calls] * ("c" in by) + [torch_calls] * ("torch" in by):
+            made = [make(case, one) for one in given]
+            calls |= {name: [one[name] for one in made] for name in made[0]}
+        if "jax" in by or "xla" in by:
+            arrays = [tuple(map(timing.as_jax, one[:2])) for one in given]
+            programs = {
+                name: timing.program(function, arrays, min(_MOST_CALLS, len(given)))
+                for name, function in jax_functions(case).items()
+                if name.split()[0] in by
+            }
+        size, elements = ITEMSIZES[head["dtype"]], head["T"] * case.E
+        yield {
+            **head,
+            **columns(timing.times_of(device, calls, programs, quick=options.quick)),
+            "dense floor": 1e6 * elements * (2 * size + 1) / rate,
+            "read floor": 1e6 * elements * size / rate,
+            "d floor": 1e6 * elements * 2 * size / rate,
+            "copy TB/s": rate / 1e12,
+        }
 
 
 def tables(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:

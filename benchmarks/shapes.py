@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
 
 class RouterCase(NamedTuple):
     """A routing to E experts, K per token. groups: number of groups, and number of groups per token."""

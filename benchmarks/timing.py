@@ -60,7 +60,7 @@ def times_of(
         GPU they enqueue work on torch's current stream.
       programs: jitted programs by name.
       quick: shorter and fewer repeats.
-      settings: arguments of `seconds_of_each`; only used on a GPU.
+      settings: arguments of `seconds_of_each`, for a GPU.
     """
     programs = programs or {}
     if device == "cpu":
@@ -80,11 +80,7 @@ def _wait_for(program: Program) -> None:
 def interleaved(functions: Mapping[Any, Callable[[], Any]], *, seconds: float, repeats: int = 7) -> dict[Any, Timing]:
     """Times functions on the CPU in interleaved batches, so that a slow phase of the machine affects all of them.
 
-    Args:
-      functions: synchronous calls by name.
-      seconds: time for all repeats of one function. A function that needs longer for one call is timed once, after
-        its warm-up.
-      repeats: batches per function.
+    All repeats of a function take `seconds`. A function that needs longer for one call is timed once, after a warm-up.
     """
     batches: dict[Any, int] = {}
     samples: dict[Any, list[float]] = {}
@@ -119,11 +115,7 @@ def summary(samples: Sequence[float], host_bound: bool = False) -> Timing:
 
 @functools.cache
 def torch_on(device: str) -> Any:
-    """Returns torch, which provides operands and, on a GPU, streams and graphs.
-
-    Raises:
-      BenchError: torch is not installed, or sees no GPU.
-    """
+    """Returns torch; raises BenchError if it is not installed, or sees no GPU."""
     try:
         import torch
     except ImportError as error:
@@ -147,11 +139,7 @@ def normal_on(device: str, dtype: str, seed: int) -> Callable[..., Any]:
 
 @functools.cache
 def jax_on(device: str) -> Any:
-    """Returns jax. On a GPU it shares the memory with torch.
-
-    Raises:
-      BenchError: jax is not installed, or sees no GPU.
-    """
+    """Returns jax, which shares a GPU's memory with torch; raises BenchError if it is not installed, or sees no GPU."""
     if device == "cuda":
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     try:
@@ -174,10 +162,7 @@ def capture_stream() -> Any:
 def sets_past_cache(device: str, bytes_of_one: int, least: int = 2) -> int:
     """Returns how many operand sets to rotate so that each has left the GPU's cache before its next use; 1 on the CPU.
 
-    Args:
-      device: "cpu" or "cuda".
-      bytes_of_one: bytes that a call reads and writes.
-      least: the least number of sets. Pass 1 if a call larger than the cache finds none of its operands there.
+    least: pass 1 if a call that reads and writes more bytes than the cache holds finds none of its operands there.
 
     >>> [sets_past_cache("cuda", size) for size in (L2_BYTES, 1 << 40)], sets_past_cache("cuda", 1 << 40, least=1)
     ([2, 2], 1)
@@ -190,19 +175,18 @@ def sets_past_cache(device: str, bytes_of_one: int, least: int = 2) -> int:
 def seconds_of_each(
     calls: Sequence[Callable[[], Any]], *, repeats: int = REPEATS, least_calls: int = 20, seconds: float = 4e-3
 ) -> Timing:
-    """Times one call, in a CUDA graph of all `calls`.
-
-    Args:
-      calls: functions that enqueue work on torch's current stream, each on other operands.
-      repeats: replays of the graph.
-      least_calls: calls per graph, if they take no more than `seconds`.
-      seconds: limit of the time per graph; see least_calls.
-    """
+    """Times one call, in replays of a CUDA graph of all `calls`; see `captured`."""
     return replays([captured(calls, least_calls, seconds)], repeats)[0]
 
 
 def captured(calls: Sequence[Callable[[], Any]], least_calls: int = 20, seconds: float = 4e-3) -> tuple[Any, int]:
-    """Returns a CUDA graph for `replays` and the number of calls in it; see `seconds_of_each`."""
+    """Returns a CUDA graph for `replays`, and the number of calls in it.
+
+    Args:
+      calls: functions that enqueue work on torch's current stream, each on other operands.
+      least_calls: calls per graph, if they take no more than `seconds`.
+      seconds: limit of the time per graph; see least_calls.
+    """
     torch = torch_on("cuda")
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from anabranch import _library  # noqa: E402
 from anabranch.bench import BenchError  # noqa: E402
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import beside, layer, layer_torch, mesh, mesh_torch, processes, timing  # noqa: E402
+from benchmarks import beside, c_call, layer, layer_torch, mesh, mesh_torch, processes, timing  # noqa: E402
 from benchmarks.__main__ import OPERATIONS, main  # noqa: E402
 from benchmarks.processes import Case  # noqa: E402
 from benchmarks.shapes import LayerShape  # noqa: E402
@@ -94,6 +94,18 @@ def test_another_build_is_timed_beside_this_one(arguments, tmp_path, capsys, mon
     other = shutil.copy(_library.load()._name, tmp_path / "other.so")
     rows = report(capsys, *arguments, "--quick", "--beside", str(other))
     assert all(row["this"] > 0 and row[f"x {other}"] > 0 and row["bits differ"] == "" for row in rows), rows
+
+
+def test_a_build_that_does_not_support_a_case_is_an_error_of_its_row(tmp_path):
+    def make(operands):
+        if c_call._library_of_calls:
+            raise RuntimeError("qb_histogram: unknown")
+        return {}
+
+    other = str(shutil.copy(_library.load()._name, tmp_path / "other.so"))
+    assert list(beside.rows([({"T": 1}, [0], make)], [other], "cpu", True)) == [
+        {"T": 1, "error": f"{other}: qb_histogram: unknown"}
+    ]
 
 
 def test_results_are_compared_bit_by_bit():
@@ -223,7 +235,7 @@ def test_a_bound_that_fails_does_not_hide_the_other(monkeypatch):
 
 
 def test_figures_of_a_layer_become_a_row_and_a_table():
-    case = Case("layer", "cuda", LayerShape(1 << 15, 1 << 12, 1 << 10, 128, 8), "bfloat16", "jax", ("routing", "zipf"))
+    case = Case("layer", "cuda", LayerShape(1 << 15, 1 << 12, 1 << 10, 128, 8), "bfloat16", "jax", "zipf")
     times = {"forward": Timing(2e-3, 1.9e-3, 2.2e-3), "both": Timing(5e-3, 4.5e-3, 6e-3, host_bound=True)}
     row = layer.row(
         case, times, product=(600e12, 800e12), planned=8 << 30, peak=9 << 30, host={"both": 1e-4}, path="hopper"

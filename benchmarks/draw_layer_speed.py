@@ -37,7 +37,7 @@ def rates(rows: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
     """TFLOP/s of both passes by shape, (ours, SonicMoE's), where both were measured."""
     found: dict[str, dict[bool, float]] = {}
     for row in rows:
-        if row["by"] in (*OURS, SONICMOE) and row["both TFLOP/s"] is not None:
+        if row["by"] in (*OURS, SONICMOE) and row.get("both TFLOP/s") is not None:
             found.setdefault(row["T,D,F,E,K"], {})[row["by"] == SONICMOE] = row["both TFLOP/s"]
     return {shape: (pair[False], pair[True]) for shape, pair in found.items() if len(pair) == 2}
 
@@ -54,7 +54,7 @@ def draw(rows: dict[str, list[dict[str, Any]]], out: pathlib.Path) -> None:
     import matplotlib.pyplot as plt
 
     pairs = rates(rows["layer"])
-    times = {(row["by"], row["mode"]): row["both ms"] for row in rows["torch"]}
+    times: dict[Any, Any] = {(row["by"], row.get("mode")): row.get("both ms") for row in rows["torch"]}
     bars = {label: times[key] for key, label in BARS.items() if times.get(key) is not None}
     for operation, found in (("layer", pairs), ("torch", bars)):
         if not found:

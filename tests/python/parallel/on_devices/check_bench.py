@@ -49,7 +49,8 @@ def test_what_is_timed_with_fp8(by, monkeypatch):
         return layer(*operands, parallel=parallel, **options)
 
     layer = mesh_jax.moe
-    monkeypatch.setattr(mesh_jax, "moe", moe)
+    for module in (mesh_jax, layer_jax):
+        monkeypatch.setattr(module, "moe", moe)
     wide = SHAPE._replace(D=128, F=128)
     assert 0 < mesh_jax.measure_layer(wide, "float32", by, "ring", None, 2)[1].seconds
     assert set(given) == {("fp8", by == "fp8-exchange")}

@@ -11,7 +11,7 @@ from anabranch.precision import NUMBERS as PRECISIONS
 from benchmarks import beside, ceilings, flags, timing
 from benchmarks.c_call import Calls, c_call
 from benchmarks.shapes import CPU_SHAPES, ITEMSIZES, NAMED, LayerShape, draw_experts
-from benchmarks.tables import UNITS, experts_path, rates, selected
+from benchmarks.tables import experts_path, rates, selected, unit_of
 
 CAPTION = """FLOP/s count 6 T K D F for forward and 18 T K D F for both: forward and backward, with gradients of x by
 row, weights, w_in and w_out. c: ours through C; torch: grouped_mm. --precision and --activation apply to c; torch
@@ -148,7 +148,7 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def tables(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Returns the rows as one table."""
-    unit = next(unit for unit in UNITS.values() if not rows or f"product {unit}" in rows[0])
+    unit = unit_of(rows)
     names = ["T,D,F,E,K", "dtype", "by", "precision", "activation", "path", "forward ms", "both ms"]
     names += [f"{name} {unit}" for name in ("forward", "backward", "both", "product")] + ["forward share", "both share"]
     return {"": selected(rows, names)}

@@ -11,7 +11,7 @@ from anabranch.bench import ArgumentError, BenchError
 from benchmarks import beside, ceilings, flags, timing
 from benchmarks.processes import Case, rows_of_cases
 from benchmarks.shapes import CPU_SHAPES, ITEMSIZES, SHAPES
-from benchmarks.tables import UNITS, experts_path, rates, selected
+from benchmarks.tables import SCALES, UNITS, experts_path, rates, selected, unit_of
 from benchmarks.timing import Timing
 
 CAPTION = """from x [T, D] to the output: router, top K of E, SwiGLU experts [D, 2, F] and [F, D], combine; random
@@ -187,7 +187,7 @@ def row(
     ceiling = sum(product) / len(product) if product else None
     figures = rates(case.shape, times, case.device, ceiling)
     unit = UNITS[case.device]
-    figures["spread"] |= {f"product {unit}": [rate / {"cpu": 1e9, "cuda": 1e12}[case.device] for rate in product]}
+    figures["spread"] |= {f"product {unit}": [rate / SCALES[unit] for rate in product]}
     return {
         **case.head(),
         "mode": mode,
@@ -203,7 +203,7 @@ def row(
 
 def tables(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Returns the rows as one table, with memory if some was measured."""
-    unit = next(unit for unit in UNITS.values() if not rows or f"both {unit}" in rows[0])
+    unit = unit_of(rows)
     passes = ("forward", "backward", "both")
     names = ["T,D,F,E,K", "routing", "dtype", "by", "path", "forward ms", "backward ms"]
     names += [f"{name} {unit}" for name in (*passes, "product")] + [f"{name} share" for name in passes]

@@ -8,7 +8,7 @@ from anabranch.bench import ArgumentError, BenchError
 from benchmarks import flags, timing
 from benchmarks.processes import Case, as_bench_errors, rows_of_cases
 from benchmarks.shapes import NAMED, LayerShape
-from benchmarks.tables import UNITS, experts_path, rates, selected
+from benchmarks.tables import experts_path, rates, selected, unit_of
 
 CAPTION = """the layer on all devices, which are the ranks of one expert axis; T tokens per rank, random gate. FLOP/s
 per rank count 6 T K D F for forward and 12 T K D F for backward (time of both passes minus forward). jax: ours through
@@ -132,9 +132,8 @@ def tables(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]
     """Returns a table of the layer and a table of the collectives."""
     layers = [row for row in rows if "collective" not in row and row["by"] in OURS]
     others = [row for row in rows if row not in layers]
-    units = [f"{name} {unit}" for name in ("forward", "backward") for unit in UNITS.values()]
     names = ["T,D,F,E,K", "by", "mode", "ranks", "transport", "capacity", "path", "forward ms", "backward ms"]
-    names += [name for name in units if any(name in row for row in layers)]
+    names += [f"{name} {unit_of(layers)}" for name in ("forward", "backward")]
     of_others = ["T,D,F,E,K", "by", "dtype", "collective", "sent MiB", "ms", "GB/s"]
     tables = {"layer": selected(layers, [*names, "dropped"]), "collectives": selected(others, of_others)}
     return {title: table for title, table in tables.items() if table}

@@ -49,6 +49,12 @@ def rates(shape: LayerShape, times: Mapping[str, Timing], device: str, ceiling: 
     }
 
 
+def unit_of(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Returns the unit of the rows' rates; rows with an error have none."""
+    rows = list(rows)
+    return next((unit for unit in UNITS.values() if any(f"both {unit}" in row for row in rows)), "TFLOP/s")
+
+
 def selected(rows: Iterable[Mapping[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
     """Returns rows with the columns `names` and "error", if one has it. A time that is bound by the host has a *."""
     rows = list(rows)

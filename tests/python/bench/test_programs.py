@@ -196,15 +196,16 @@ def test_a_missing_gpu_is_an_error_of_the_process(monkeypatch, capsys):
         processes.rows_of_a_process(["layer", "--device", "cuda", "--by", "xla", "--quick"], quiet=True)
 
 
+@pytest.mark.parametrize("failing", [1, 2])
 @pytest.mark.parametrize(
     "operation, cases", [("layer", ["jax", "torch"]), ("torch", ["moe", "jax"]), ("mesh", ["jax", "moe"])]
 )
-def test_on_a_gpu_every_case_has_a_process_and_its_error_a_row(operation, cases, monkeypatch, capsys):
+def test_on_a_gpu_every_case_has_a_process_and_its_error_a_row(operation, cases, failing, monkeypatch, capsys):
     started = []
 
     def process(arguments, *, quiet):
         started.append((arguments[0], arguments[arguments.index("--by") + 1]))
-        if len(started) == 2:
+        if len(started) == failing:
             raise BenchError("out of luck")
         if operation == "mesh":
             return [{"by": "jax", "collective": None}]

@@ -6,12 +6,14 @@ JOBS ?= $(shell nproc)
 BIN := $(VENV)/bin
 SETUP := PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/setup
 
-.PHONY: help demo test test-cpp test-sanitizers fuzz test-python test-clients test-gpu bench-gpu lint format bench wheel clean
+.PHONY: help demo test test-cpp test-sanitizers fuzz test-python test-clients test-torch-versions test-gpu bench-gpu lint format bench wheel clean
 
 help:
 	@echo "make demo    train a small byte-level MoE language model on this machine (about 5 minutes); ARGS=--help: options"
 	@echo "make test    set up, build, and run the C, C++ and Python tests and the sanitizer builds"
 	@echo "make test-clients  test the adapters of examples/ with Megatron-Core and torchtitan; installs 3.6 GB"
+	@echo "make test-torch-versions  test anabranch.torch with several releases of torch; installs 15 GB;"
+	@echo "                TORCH_VERSIONS='2.9.1 2.15.0' selects them"
 	@echo "make test-gpu   test the CUDA kernels on this machine's GPU: against the CPU and the oracle, and under"
 	@echo "                compute-sanitizer; ARGS='cpp python memcheck racecheck portable' selects steps;"
 	@echo "                ARCHITECTURES=80 builds Ampere's code only"
@@ -94,6 +96,13 @@ test-clients:
 	  [print(name, metadata.version(name)) for name in ("torch", "megatron-core", "torchtitan", "triton")]'
 	$(VENV)-clients/bin/python -m pytest -q tests/python/clients $(ARGS)
 
+# The oldest release, those that the project's machines have, and the newest.
+TORCH_VERSIONS = 2.9.1 2.11.0 2.13.0 2.15.0
+
+test-torch-versions:
+	$(SETUP) test
+	VENV="$(VENV)" ARGS="$(ARGS)" scripts/test-torch-versions $(TORCH_VERSIONS)
+
 # CUDA: AUTO (ON if nvcc is installed), ON or OFF. PYTHONS="python3.12 python3.13": interpreters to test the wheel with.
 wheel:
 	$(SETUP) wheel
@@ -132,6 +141,6 @@ bench:
 	$(BIN)/python -m benchmarks $(ARGS)
 
 clean:
-	rm -rf build $(VENV) $(VENV)-clients
+	rm -rf build $(VENV) $(VENV)-clients $(VENV)-torch
 
 comma := ,

@@ -316,7 +316,7 @@ void measure(const Options& options, const Shape& shape, const Named& named, boo
   g.E = shape.E;
   g.D = D;
   g.N = N;
-  if (const char* why = over_rows ? hopper::why_not(p) : hopper::why_not(g)) fail(why);
+  if (const char* why = over_rows ? hopper::unsupported_reason(p) : hopper::unsupported_reason(g)) fail(why);
   const Memory workspace(over_rows ? 0 : cuda::weight_gradient_bytes(g.R, g.E, g.D, g.N));
   const Memory activations(fused ? static_cast<size_t>(R * half(shape)) * 2 : 0);
   const Memory dots(fused ? static_cast<size_t>(R * hopper::ceil_div(half(shape), 128)) * sizeof(float) : 0);
@@ -337,7 +337,7 @@ void measure(const Options& options, const Shape& shape, const Named& named, boo
       op.a = {activations.data(), AB_BFLOAT16};
       return hopper::launch_gemm(op, tile, multiprocessors, nullptr);
     }
-    cuda::HiddenGradient op;
+    cuda::IntermediateGradient op;
     fill(op);
     op.weights = {weights.data(), AB_FLOAT32};
     op.d_y = {x.data(), AB_BFLOAT16};
@@ -503,8 +503,8 @@ void measure_from_arguments(char** arguments) {
   options.rows = numbers[0];
   options.repeats = static_cast<int>(numbers[1]);
   options.topk = static_cast<int>(numbers[8]);
-  constexpr unsigned kMostSeconds = 120;
-  alarm(kMostSeconds);  // ends a kernel that hangs
+  constexpr unsigned kMaxSeconds = 120;
+  alarm(kMaxSeconds);  // ends a kernel that hangs
   try {
     measure(options, {numbers[2], numbers[3], numbers[4]}, kProducts[numbers[5]], numbers[6] != 0,
             static_cast<size_t>(numbers[7]));

@@ -310,15 +310,15 @@ struct Options {
 void compare(const Options& options, const std::vector<Library>& libraries, const Routing& r, int64_t T,
              const std::vector<float>& normal, const ab_exec& exec) {
   constexpr size_t kCacheBytes = size_t{120} << 20;
-  constexpr size_t kMostSets = 24;
-  constexpr int kLeastCalls = 24;
+  constexpr size_t kMaxSets = 24;
+  constexpr int kMinCalls = 24;
   const auto stream = static_cast<cudaStream_t>(exec.stream);
   std::vector<std::unique_ptr<Set>> sets;
   sets.push_back(std::make_unique<Set>(r, T, options.dtype, normal));
-  while (sets.size() * sets[0]->logits.bytes() < kCacheBytes && sets.size() < kMostSets) {
+  while (sets.size() * sets[0]->logits.bytes() < kCacheBytes && sets.size() < kMaxSets) {
     sets.push_back(std::make_unique<Set>(r, T, options.dtype, normal));
   }
-  const int calls = std::max(kLeastCalls, static_cast<int>(sets.size()));
+  const int calls = std::max(kMinCalls, static_cast<int>(sets.size()));
   cudaEvent_t begin;
   cudaEvent_t end;
   check(cudaEventCreate(&begin), "cudaEventCreate");

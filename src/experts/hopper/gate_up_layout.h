@@ -5,14 +5,14 @@
 
 namespace anabranch::cuda::hopper {
 
-// plain: ungated. gated: gate and up in two parts. interleaved: gate and up columns alternate.
-enum class HiddenColumns { plain, gated, interleaved };
+// gated: gate and up in two parts. interleaved: gate and up columns alternate.
+enum class GateUpLayout { ungated, gated, interleaved };
 
-constexpr int parts_of(HiddenColumns columns) { return columns == HiddenColumns::plain ? 1 : 2; }
+constexpr int parts_of(GateUpLayout layout) { return layout == GateUpLayout::ungated ? 1 : 2; }
 
-inline HiddenColumns hidden_columns_of(const FfnSizes& s) {
-  if (s.P == 1) return HiddenColumns::plain;
-  return s.layout.interleaved ? HiddenColumns::interleaved : HiddenColumns::gated;
+inline GateUpLayout gate_up_layout_of(const FfnSizes& s) {
+  if (s.P == 1) return GateUpLayout::ungated;
+  return s.layout.interleaved ? GateUpLayout::interleaved : GateUpLayout::gated;
 }
 
 }  // namespace anabranch::cuda::hopper

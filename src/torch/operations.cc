@@ -74,8 +74,8 @@ void run_kernel(int32_t number, Value* stack, uint64_t num_arguments, uint64_t n
       case 'd': arguments.add_option(static_cast<int8_t>(stack[i])); break;
       case 'b': arguments.add_option(static_cast<int8_t>(stack[i] & 1)); break;
       case 'I':
-      case 'F': add_list(arguments, reinterpret_cast<void*>(stack[i])); break;
-      case 's': add_string(arguments, reinterpret_cast<void*>(stack[i])); break;
+      case 'F': add_list(arguments, as_pointer<void>(stack[i])); break;
+      case 's': add_string(arguments, as_pointer<void>(stack[i])); break;
       default: arguments.add_option(stack[i]);  // int, float
     }
   }
@@ -99,7 +99,7 @@ constexpr auto kKernels = make_kernels(std::make_integer_sequence<int, kMostOper
 }  // namespace
 
 Value unwrap(Value optional) {
-  auto* pointer = reinterpret_cast<Value*>(optional);
+  auto* pointer = as_pointer<Value>(optional);
   const Value value = *pointer;
   if (shims.delete_value != nullptr) {
     shims.delete_value(pointer);
@@ -114,7 +114,7 @@ Tensor take_tensor(Value value, char kind) {
     if (value == 0) return Tensor();
     value = unwrap(value);
   }
-  return Tensor(reinterpret_cast<Handle>(value));
+  return Tensor(value);
 }
 
 int32_t operation_number(const std::string& name) {

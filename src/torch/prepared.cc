@@ -88,7 +88,7 @@ class Prepared {
     for (Handle handle : arguments.given) {
       void* data;
       check(shims.get_data(handle, &data), "return an address");
-      memories_.push_back(reinterpret_cast<uintptr_t>(data));
+      memories_.push_back(static_cast<char*>(data));
     }
     std::vector<Tensor> results;
     results.reserve(d.num_results);
@@ -97,19 +97,19 @@ class Prepared {
       int64_t sizes[kMaxRank];
       for (int32_t axis = 0; axis < result.rank; ++axis) sizes[axis] = numbers_[result.sizes[axis]];
       results.push_back(empty(result.rank, sizes, result.dtype, arguments.device_type, arguments.device_index));
-      memories_.push_back(reinterpret_cast<uintptr_t>(results.back().data()));
+      memories_.push_back(static_cast<char*>(results.back().data()));
     }
     if (!has_workspace_ || misaligned_ != arguments.misaligned) query_workspace(arguments.misaligned);
     const int64_t working_size = numbers_[d.working_size];
     const int64_t memory_size = working_size + static_cast<int64_t>(d.exec->workspace_size);
     Tensor memory;
-    uintptr_t working = 0;
+    char* working = nullptr;
     if (memory_size > 0) {
       memory = empty(1, &memory_size, shims.dtype_uint8(), arguments.device_type, arguments.device_index);
-      working = reinterpret_cast<uintptr_t>(memory.data());
+      working = static_cast<char*>(memory.data());
     }
     write_addresses(working);
-    d.exec->workspace = reinterpret_cast<void*>(working + static_cast<uintptr_t>(working_size));
+    d.exec->workspace = working == nullptr ? nullptr : working + working_size;
     if (arguments.device_type != shims.device_type_cpu()) {
       check(shims.get_stream(arguments.device_index, &d.exec->stream), "return its stream");
     }
@@ -120,12 +120,11 @@ class Prepared {
   Description d{};
 
  private:
-  void write_addresses(uintptr_t working) {
+  void write_addresses(char* working) {
     memories_.push_back(working);
     for (int32_t i = 0; i < d.num_places; ++i) {
       const Place& place = d.places[i];
-      d.tensors[i].data =
-          reinterpret_cast<void*>(memories_[place.memory] + static_cast<uintptr_t>(numbers_[place.offset]));
+      d.tensors[i].data = memories_[place.memory] + numbers_[place.offset];
     }
     memories_.pop_back();
   }
@@ -133,7 +132,8 @@ class Prepared {
   // The size may depend on the kernels that an alignment allows. The working memory is not there yet: queries read no
   // memory, and any aligned address stands for it.
   void query_workspace(bool misaligned) {
-    write_addresses(512);
+    alignas(512) static char aligned;
+    write_addresses(&aligned);
     size_t largest = 0;
     for (int32_t i = 0; i < d.num_calls; ++i) {
       if (d.calls[i].query == nullptr) continue;
@@ -148,7 +148,7 @@ class Prepared {
 
   std::atomic<bool> busy_{true};
   std::vector<int64_t> inputs_, numbers_;
-  std::vector<uintptr_t> memories_;
+  std::vector<char*> memories_;
   bool has_workspace_ = false, misaligned_ = false;
 };
 

@@ -145,7 +145,7 @@ Tensor contiguous(Tensor tensor) {
   if (is_contiguous(tensor)) return tensor;
   Value stack[] = {tensor.release_value(), 0};  // 0: the contiguous memory format
   check(dispatch("aten::contiguous", "", stack), "copy a tensor");
-  return Tensor(reinterpret_cast<Handle>(stack[0]));
+  return Tensor(stack[0]);
 }
 
 Tensor viewed(const Tensor& tensor, int64_t rank, const int64_t* sizes) {
@@ -169,13 +169,13 @@ Tensor to_dtype(const Tensor& tensor, int32_t dtype) {
   if (tensor.dtype() == dtype) return tensor.share();
   Value stack[] = {tensor.share().release_value(), static_cast<Value>(dtype), 0, 0, 0};
   check(dispatch("aten::to", "dtype", stack), "convert a tensor");
-  return Tensor(reinterpret_cast<Handle>(stack[0]));
+  return Tensor(stack[0]);
 }
 
 Tensor matmul(const Tensor& a, const Tensor& b, int32_t dtype) {
   Value stack[] = {a.share().release_value(), b.share().release_value(), static_cast<Value>(dtype)};
   check(dispatch("aten::mm", dtype == a.dtype() ? "" : "dtype", stack), "multiply matrices");
-  return Tensor(reinterpret_cast<Handle>(stack[0]));
+  return Tensor(stack[0]);
 }
 
 }  // namespace anabranch::torch

@@ -3,6 +3,7 @@
 #ifndef ANABRANCH_TORCH_SHIMS_H_
 #define ANABRANCH_TORCH_SHIMS_H_
 
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <string>
@@ -75,6 +76,12 @@ struct Shims {
 
 extern Shims shims;
 
+// The pointer that a value holds.
+template <typename Type>
+Type* as_pointer(Value value) {
+  return std::bit_cast<Type*>(value);
+}
+
 // Finds all functions. cuda: a handle of torch's CUDA library, or NULL. Returns the name of a missing one, or NULL.
 const char* find_shims(void* cpu, void* cuda);
 
@@ -100,6 +107,7 @@ class Tensor {
  public:
   Tensor() = default;
   explicit Tensor(Handle handle) : handle_(handle) {}
+  explicit Tensor(Value value) : handle_(as_pointer<void>(value)) {}
   Tensor(Tensor&& other) noexcept : handle_(other.release()) {}
   Tensor& operator=(Tensor&& other) noexcept {
     reset(other.release());

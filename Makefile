@@ -1,4 +1,4 @@
-# make demo and make test set up what they need: system packages if they may, a virtual environment in .venv.
+# Most targets install what they need: system packages, if they have the permission, and a virtual environment in .venv.
 PYTHON ?= python3
 VENV ?= .venv
 JOBS ?= $(shell nproc)
@@ -8,21 +8,26 @@ BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE :=
 SETUP := PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/setup
 
-.PHONY: help demo test test-cpp test-sanitizers fuzz test-python test-clients test-gpu bench-gpu lint format bench wheel clean
+.PHONY: help demo test test-cpp test-sanitizers fuzz test-python test-clients test-torch-versions test-gpu bench-gpu lint format bench wheel clean
 
 help:
-	@echo "make demo    train a small byte-level MoE language model on this machine (about 5 minutes); ARGS=--help for options"
-	@echo "make test    set up, build, run the C, C++ and Python tests and the sanitizer builds"
-	@echo "make test-clients  the adapters of examples/ on Megatron-Core and torchtitan; installs 3.6 GB"
-	@echo "make test-gpu   the CUDA kernels on this machine's GPU: against the CPU, against the oracle, under compute-sanitizer;"
-	@echo "                ARGS='cpp python memcheck racecheck portable' for some steps; ARCHITECTURES=80 for Ampere's code alone"
-	@echo "make bench-gpu  the CUDA kernels beside torch, XLA and the rate of a copy (needs torch with CUDA);"
-	@echo "                ARGS='layer --json out.json', ARGS=--help; both: BUILD=folder PYTHON=python3 to use what is there already"
-	@echo "make fuzz    random calls of the C interface: the CPU's library under the sanitizers, then the CUDA code on an"
-	@echo "             emulated GPU beside it, under each CPU setting; SECONDS=600 a setting; SEED=1, else the day's date"
+	@echo "make demo    train a small byte-level MoE language model on this machine (about 5 minutes); ARGS=--help: options"
+	@echo "make test    set up, build, and run the C, C++ and Python tests and the sanitizer builds"
+	@echo "make test-clients  test the adapters of examples/ with Megatron-Core and torchtitan; installs 3.6 GB"
+	@echo "make test-torch-versions  test anabranch.torch with several releases of torch; installs 15 GB;"
+	@echo "                TORCH_VERSIONS='2.9.1 2.15.0' selects them"
+	@echo "make test-gpu   test the CUDA kernels on this machine's GPU: against the CPU and the oracle, and under"
+	@echo "                compute-sanitizer; ARGS='cpp python memcheck racecheck portable' selects steps;"
+	@echo "                ARCHITECTURES=80 builds Ampere's code only"
+	@echo "make bench-gpu  time the CUDA kernels, torch, XLA and a copy (needs torch with CUDA);"
+	@echo "                ARGS='layer --json out.json', ARGS=--help; test-gpu and bench-gpu use an existing build with"
+	@echo "                BUILD=folder PYTHON=python3"
+	@echo "make fuzz    call the C interface with random arguments: the CPU library under the sanitizers, then the CUDA"
+	@echo "             code on an emulated GPU against the CPU library, under each CPU setting;"
+	@echo "             SECONDS=600 per setting; SEED=1 (default: from the date)"
 	@echo "make lint    check formatting, clang-tidy, ruff, mypy"
-	@echo "make bench   our operations beside torch and XLA on this machine; ARGS='router --json out.json', ARGS=--help"
-	@echo "make wheel   sdist and wheel in dist/, audited, and used where there is no compiler; CUDA=OFF for the CPU alone"
+	@echo "make bench   time this library, torch and XLA on this machine; ARGS='router --json out.json', ARGS=--help"
+	@echo "make wheel   build sdist and wheel in dist/, audit the wheel and use it without a compiler; CUDA=OFF: CPU only"
 	@echo "make format  format C++ and Python"
 	@echo "make clean   remove build folders and the virtual environment"
 
@@ -64,8 +69,8 @@ test-sanitizers:
 	$(call cpp_tests,asan,$(ASAN),UBSAN_OPTIONS=print_stacktrace=1)
 	$(call cpp_tests,tsan,-DANABRANCH_XLA=OFF -DANABRANCH_SANITIZE=thread -DANABRANCH_OPENMP=OFF -DCMAKE_BUILD_TYPE=RelWithDebInfo,,-R Thread)
 
-# Case i of a run has the seed SEED + i; days are a million seeds apart. Add a seed that fails to tests/fuzz/seeds:
-# the tests of both builds run these first.
+# Case i of a run has the seed SEED + i; days are a million seeds apart. Add a seed that fails to tests/fuzz/seeds; the
+# tests of both builds run these seeds first.
 SECONDS = 60
 SEED = $(shell date +%Y%m%d)000000
 
@@ -93,7 +98,14 @@ test-clients:
 	  [print(name, metadata.version(name)) for name in ("torch", "megatron-core", "torchtitan", "triton")]'
 	$(VENV)-clients/bin/python -m pytest -q tests/python/clients $(ARGS)
 
-# CUDA: AUTO (ON if nvcc is installed), ON, OFF. PYTHONS="python3.12 python3.13": interpreters to try the wheel with.
+# The oldest release, those that the project's machines have, and the newest.
+TORCH_VERSIONS = 2.9.1 2.11.0 2.13.0 2.15.0
+
+test-torch-versions:
+	$(SETUP) test
+	VENV="$(VENV)" ARGS="$(ARGS)" scripts/test-torch-versions $(TORCH_VERSIONS)
+
+# CUDA: AUTO (ON if nvcc is installed), ON or OFF. PYTHONS="python3.12 python3.13": interpreters to test the wheel with.
 wheel:
 	$(SETUP) wheel
 	VENV="$(VENV)" scripts/wheel
@@ -131,6 +143,6 @@ bench:
 	$(BIN)/python -m benchmarks $(ARGS)
 
 clean:
-	rm -rf build $(VENV) $(VENV)-clients
+	rm -rf build $(VENV) $(VENV)-clients $(VENV)-torch
 
 comma := ,

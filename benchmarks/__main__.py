@@ -10,12 +10,14 @@ from typing import Any
 
 from anabranch import _packages
 from anabranch.bench import ArgumentError, BenchError, check_json, write_json
-from benchmarks.options import positive
+from benchmarks import beside
+from benchmarks.flags import positive
 from benchmarks.processes import busy_processes, rows_of_a_process
 from benchmarks.tables import format_table
 
-#: The module of each operation. A module defines CAPTION, DEVICES, DTYPES per device (() if dtypes do not matter),
-#: `add_options(parser)`, `rows(options)` and, unless one table shows all rows, `tables(rows)`.
+#: The module of each operation. A module defines CAPTION, DTYPES per device (() if dtypes do not matter), OPTIONS (the
+#: arguments of `add_argument` by name), `rows(options)`, unless one table shows all rows, `tables(rows)`, and for
+#: --beside `cases(options)`.
 OPERATIONS = {
     "router": "router",
     "plan": "plan",
@@ -29,6 +31,7 @@ OPERATIONS = {
 #: The operations that run if none is given, each in its own process.
 TOGETHER = {"cpu": ("router", "plan", "dispatch", "experts", "layer"), "cuda": ("router", "plan", "dispatch")}
 DTYPES = ("float32", "bfloat16", "float16")
+BESIDE = "time only the C calls, interleaved with those of another build of the library for the device"
 
 
 def _add_common(parser: argparse.ArgumentParser, devices: Sequence[str], dtypes: Sequence[str]) -> None:
@@ -59,8 +62,11 @@ def _parser() -> argparse.ArgumentParser:
             name, help=headline, description=about, formatter_class=argparse.RawDescriptionHelpFormatter
         )
         dtypes = [dtype for dtype in DTYPES if any(dtype in of for of in module.DTYPES.values())]
-        _add_common(command, module.DEVICES, dtypes)
-        module.add_options(command)
+        _add_common(command, list(module.DTYPES), dtypes)
+        for option, settings in module.OPTIONS.items():
+            command.add_argument(option, **settings)
+        if hasattr(module, "cases"):
+            command.add_argument("--beside", metavar="LIBRARY", action="append", default=[], help=BESIDE)
     return parser
 
 
@@ -78,7 +84,11 @@ def _rows(operation: str, options: argparse.Namespace) -> list[dict[str, Any]]:
             where = f"{operation} on {options.device}"
             raise ArgumentError(f"--dtype: got {dtype} with {where}, expected {', '.join(known)}")
     try:
-        for row in module.rows(options):
+        if getattr(options, "beside", None):
+            found = beside.rows(module.cases(options), options.beside, options.device, options.quick)
+        else:
+            found = module.rows(options)
+        for row in found:
             rows.append(row)
             shown = (f"{k} {v:.3g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items() if k != "spread")
             print(f"{operation}: {', '.join(shown)}", file=sys.stderr)
@@ -92,10 +102,10 @@ def _run_all(options: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """Returns the rows of every operation of TOGETHER, each measured in its own process."""
     found = {}
     for operation in TOGETHER[options.device]:
-        flags = ["--device", options.device] + ["--quick"] * options.quick
+        flags = [operation, "--device", options.device] + ["--quick"] * options.quick
         if _module(operation).DTYPES[options.device]:
             flags += [argument for dtype in options.dtype or () for argument in ("--dtype", dtype)]
-        found[operation] = rows_of_a_process(operation, flags)
+        found[operation] = rows_of_a_process(flags)
     return found
 
 
@@ -115,8 +125,9 @@ def run(options: argparse.Namespace) -> int:
     if options.json != "-":
         for name, found in rows.items():
             module = _module(name)
-            print(f"\n{name}: {module.CAPTION}")
-            tables = module.tables(found) if hasattr(module, "tables") else {"": map(_printable, found)}
+            other = bool(getattr(options, "beside", None))
+            print(f"\n{name}: {beside.CAPTION if other else module.CAPTION}")
+            tables = module.tables(found) if hasattr(module, "tables") and not other else {"": map(_printable, found)}
             for title, table in tables.items():
                 print((f"\n{title}\n" if title else "") + f"{format_table(table)}\n")
     write_json(options.json, rows)

@@ -4,29 +4,23 @@ import argparse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from benchmarks import timing
-from benchmarks.options import add_shapes, sized
-from benchmarks.shapes import NAMED, LayerShape
-from benchmarks.tables import columns
+from benchmarks import ceilings, flags, timing
+from benchmarks.shapes import ITEMSIZES, NAMED, LayerShape
+from benchmarks.tables import columns, selected
 
 CAPTION = """microseconds: moe's forward pass in torch, w_in and w_out in checkpoint layout ("pfd", "df"). experts:
 experts with tokens, mean of the calls; floor: time to read their weights at the copy rate of this run; x floor: time
 divided by floor. On a GPU: median of the replays of a CUDA graph. Its calls have different tokens, and rotate layers so
 that weights have left the L2 cache before they are read again. On the CPU: best repeat of one call"""
 
-DEVICES = ("cpu", "cuda")
 DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16",)}
 TOKENS = (1, 8, 32, 128, 512)
 SHAPES = {
     "cpu": (LayerShape(1, 512, 256, 64, 8),),
     "cuda": tuple(NAMED[name] for name in ("qwen3-30b", "mixtral", "deepseek-v3")),
 }
+OPTIONS = flags.shapes("three on a GPU, a small one on the CPU, with T = 1, 8, 32, 128 and 512 instead of their own T")
 _CALLS = 20
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of this benchmark."""
-    add_shapes(parser, "three on a GPU, a small one on the CPU, with T = 1, 8, 32, 128 and 512 instead of their own T")
 
 
 def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -36,9 +30,9 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
       BenchError: an argument is invalid, or this machine lacks something.
     """
     device = options.device
-    cases = sized(options.shape or SHAPES[device], options.tokens or TOKENS, options.quick)
+    cases = flags.sized(options.shape or SHAPES[device], options.tokens or TOKENS, options.quick)
     timing.torch_on(device)
-    rate = timing.copy_rate(device)
+    rate = ceilings.copy_rate(device)
     for dtype in options.dtype:
         for layer in dict.fromkeys(case._replace(T=0) for case in cases):
             same_layer = [case for case in cases if case._replace(T=0) == layer]
@@ -49,7 +43,7 @@ def _layer_rows(
     cases: Sequence[LayerShape], dtype: str, device: str, rate: float, quick: bool
 ) -> Iterator[dict[str, Any]]:
     """Yields the rows of one layer for several T."""
-    itemsize = 4 if dtype == "float32" else 2
+    itemsize = ITEMSIZES[dtype]
     copies = [_weights(cases[0], dtype, device, seed) for seed in range(_copies(cases, itemsize, device))]
     calls = _CALLS if device == "cuda" else 1
     for case in cases:
@@ -103,4 +97,4 @@ def _call(shape: LayerShape, dtype: str, weights: Sequence[Any], seed: int) -> t
 def tables(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Returns the rows as one table."""
     names = ("T,D,F,E,K", "dtype", "layer", "experts", "floor", "x floor", "copy TB/s")
-    return {"": [{name: row[name] for name in names} for row in rows]}
+    return {"": selected(rows, names)}

@@ -37,7 +37,7 @@ def rates(rows: list[dict[str, Any]]) -> dict[str, tuple[float, float]]:
     """TFLOP/s of both passes by shape, (ours, SonicMoE's), where both were measured."""
     found: dict[str, dict[bool, float]] = {}
     for row in rows:
-        if row["by"] in (*OURS, SONICMOE) and row["both TFLOP/s"] is not None:
+        if row["by"] in (*OURS, SONICMOE) and row.get("both TFLOP/s") is not None:
             found.setdefault(row["T,D,F,E,K"], {})[row["by"] == SONICMOE] = row["both TFLOP/s"]
     return {shape: (pair[False], pair[True]) for shape, pair in found.items() if len(pair) == 2}
 
@@ -54,17 +54,13 @@ def draw(rows: dict[str, list[dict[str, Any]]], out: pathlib.Path) -> None:
     import matplotlib.pyplot as plt
 
     pairs = rates(rows["layer"])
-    times = {(row["by"], row["mode"]): row["both ms"] for row in rows["torch"]}
+    times: dict[Any, Any] = {(row["by"], row.get("mode")): row.get("both ms") for row in rows["torch"]}
     bars = {label: times[key] for key, label in BARS.items() if times.get(key) is not None}
     for operation, found in (("layer", pairs), ("torch", bars)):
         if not found:
             raise ValueError(f"files: got no rows of the benchmark {operation}, expected those that --help names")
-    style: dict[Any, Any] = {
-        "font.size": 10,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.titlelocation": "left",
-    }
+    style: dict[Any, Any] = {"font.size": 10, "axes.titlelocation": "left"}
+    style |= dict.fromkeys(("axes.spines.top", "axes.spines.right"), False)
     with plt.rc_context(style):
         figure, (left, right) = plt.subplots(1, 2, figsize=(11.5, 3.9), width_ratios=(3, 2), layout="constrained")
         places = range(len(pairs))

@@ -8,20 +8,14 @@
 // (* marks the library's choice). For GEMMs over rows, cuBLAS computes one GEMM of the same total size; for weight
 // gradients, a batch of equal GEMMs. GEMMs with a sum by token (K rows each) are timed with chunks of 576, 1152, the
 // library's own number and all columns instead. Data is random, the L2 cache is flushed before each call, and times are
-// medians of the repeats. Each line is measured in its own process, which is restarted after a failure.
+// medians of the repeats.
 #include <cuda_runtime.h>
-#include <fcntl.h>
-#include <spawn.h>
-#include <sys/wait.h>
-#include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
-#include <exception>
 #include <functional>
 #include <numeric>
 #include <random>
@@ -35,17 +29,13 @@
 #include "experts/cuda/ops/workspace_sizes.h"
 #include "experts/hopper/products.h"
 
-extern char** environ;
-
 namespace anabranch::bench {
 
 namespace hopper = cuda::hopper;
 
-// Reports a failure of a measuring process to its parent.
 [[noreturn]] void fail(const std::string& why) {
-  std::printf("! %s\n", why.c_str());
-  std::fflush(stdout);
-  std::_Exit(1);
+  std::printf("\n%s\n", why.c_str());
+  std::exit(1);
 }
 
 #define CHECK_CUDA(expression)                                                                         \
@@ -177,17 +167,6 @@ constexpr Named kProducts[] = {
     {"dgrad+sum", "sum_k dh W_in^T", Kind::combined, true, both, width},
 };
 
-// Column 0 is cuBLAS and the others are tile shapes; or all columns are chunk widths.
-constexpr size_t kColumns = 1 + std::size(hopper::kTileModels);
-using Columns = std::array<double, kColumns>;
-constexpr size_t kLibraryChunk = 2;
-
-std::array<long, kColumns> chunk_widths(const Options& options, const Shape& shape, const Named& named) {
-  const long N = named.N(shape);
-  const long own = chunk_columns(options.rows, shape.E, N, named.inner(shape), named.transposed);
-  return {std::min(576L, N), std::min(1152L, N), own, N};
-}
-
 double flops_of(const Options& options, const Named& named, const Shape& shape) {
   return 2.0 * static_cast<double>(options.rows) * static_cast<double>(named.inner(shape)) *
          static_cast<double>(named.N(shape));
@@ -212,19 +191,16 @@ void check(const ab_status& status) {
   if (status.code != AB_OK) fail(status.message);
 }
 
-void print_time(double microseconds) {
-  std::printf("%.2f\n", microseconds);
+// Prints a column: microseconds, TFLOP/s and a mark of the library's choice.
+double print_column(double microseconds, double flops, bool is_library_choice) {
+  const double rate = flops / microseconds * 1e-6;
+  std::printf(" %8.1f us %4.0f%s", microseconds, rate, is_library_choice ? "*" : " ");
   std::fflush(stdout);
+  return rate;
 }
 
-int multiprocessors_of_device() {
-  int multiprocessors = 0;
-  CHECK_CUDA(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, 0));
-  return multiprocessors;
-}
-
-// Like measure(), for a GEMM with a sum by token.
-void measure_combined(const Options& options, const Shape& shape, const Named& named, bool zipf, size_t first) {
+// Like measure(), for a GEMM with a sum by token. The columns are chunk widths.
+void measure_combined(const Options& options, const Shape& shape, const Named& named, bool zipf) {
   const int64_t T = options.rows / options.topk;
   const int64_t R = T * options.topk;
   const int64_t D = named.inner(shape);
@@ -261,28 +237,28 @@ void measure_combined(const Options& options, const Shape& shape, const Named& n
   args.weights = named.transposed ? nullptr : &views[5];  // as in the layer
   args.addend = named.transposed ? &views[6] : nullptr;
   args.out = &views[7];
-  const auto chunks = chunk_widths(options, shape, named);
   CombinedSizes combined;
   check(anabranch::check(&args, &combined));
   cuda::Device device;
   check(cuda::find_device("bench", &device));
-  for (size_t column = first; column < kColumns; ++column) {
-    const long columns = chunks[column];
+  const long own = chunk_columns(options.rows, shape.E, N, D, named.transposed);
+  for (const long columns : {std::min<long>(576, N), std::min<long>(1152, N), own, static_cast<long>(N)}) {
     const Memory buffer(static_cast<size_t>(R * columns) * 2);
-    print_time(time_of(options.repeats, [&] {
+    const double microseconds = time_of(options.repeats, [&] {
       check(cuda::multiply_and_combine(args, combined, columns, buffer.data(), device, nullptr));
-    }));
+    });
+    std::printf("  %5ld:", columns);
+    print_column(microseconds, flops_of(options, named, shape), columns == own);
   }
 }
 
-// Prints the microseconds of the columns from `first` on, one per line; 0 if cuBLAS was not found.
-void measure(const Options& options, const Shape& shape, const Named& named, bool zipf, size_t first) {
-  if (named.kind == Kind::combined) return measure_combined(options, shape, named, zipf, first);
+// Prints a column per tile shape, and cuBLAS.
+void measure(const Options& options, const Shape& shape, const Named& named, bool zipf, int multiprocessors,
+             const Cublas& cublas) {
+  if (named.kind == Kind::combined) return measure_combined(options, shape, named, zipf);
   const int64_t R = options.rows;
   const int64_t D = named.inner(shape);
   const int64_t N = named.N(shape);
-  const int multiprocessors = multiprocessors_of_device();
-  const Cublas cublas;
   const Routing routing(R, shape.E, zipf);
   const Memory sizes(routing.sizes);
   const Memory slots(routing.slots);
@@ -349,121 +325,27 @@ void measure(const Options& options, const Shape& shape, const Named& named, boo
     return hopper::launch_gemm(op, tile, multiprocessors, nullptr);
   };
 
-  for (size_t column = first; column < kColumns; ++column) {
-    double microseconds = 0;
-    if (column > 0) {
-      const hopper::TileChoice tile = hopper::kTileModels[column - 1].choice;
-      const bool built = (named.kind == Kind::rows || named.kind == Kind::gradient ||
-                          hopper::leaves_registers(hopper::kTileModels[column - 1]));
-      if (built)
-        microseconds = time_of(options.repeats, [&] {
-          check(fused       ? run_fused(tile)
-                : over_rows ? hopper::launch_gemm(p, tile, multiprocessors, nullptr)
-                            : hopper::launch_gemm(g, tile, workspace.data(), multiprocessors, nullptr));
-        });
-    } else if (cublas.found()) {
-      microseconds = time_of(options.repeats, [&] { over_rows ? cublas.run(p) : cublas.run(g); });
-    }
-    print_time(microseconds);
-  }
-}
-
-// Runs this program in a new process and returns its output.
-std::string run_process(const std::vector<std::string>& words) {
-  std::vector<char*> arguments;
-  for (const std::string& word : words) arguments.push_back(const_cast<char*>(word.c_str()));
-  arguments.push_back(nullptr);
-  int ends[2];
-  if (pipe2(ends, O_CLOEXEC) != 0) return "! pipe2 failed\n";
-  posix_spawn_file_actions_t actions;
-  posix_spawn_file_actions_init(&actions);
-  posix_spawn_file_actions_adddup2(&actions, ends[1], STDOUT_FILENO);
-  pid_t child = 0;
-  const bool started = posix_spawn(&child, "/proc/self/exe", &actions, nullptr, arguments.data(), environ) == 0;
-  posix_spawn_file_actions_destroy(&actions);
-  close(ends[1]);
-  std::string output;
-  char part[4096];
-  for (ssize_t count; (count = read(ends[0], part, sizeof part)) > 0;) output.append(part, static_cast<size_t>(count));
-  close(ends[0]);
-  if (!started) return "! process not started\n";
-  int state = 0;
-  waitpid(child, &state, 0);
-  if (WIFSIGNALED(state)) output += "! ended by signal " + std::to_string(WTERMSIG(state)) + "\n";
-  return output;
-}
-
-// Returns the microseconds of each column, negative if it failed, and appends the reasons to `why`.
-Columns measure_in_processes(const Options& options, const Shape& shape, size_t product, bool zipf, std::string* why) {
-  Columns columns;
-  columns.fill(-1);
-  size_t column = 0;
-  while (column < kColumns) {
-    const std::string output =
-        run_process({"bench_experts_cuda", "--measure", std::to_string(options.rows), std::to_string(options.repeats),
-                     std::to_string(shape.D), std::to_string(shape.F), std::to_string(shape.E), std::to_string(product),
-                     zipf ? "1" : "0", std::to_string(column), std::to_string(options.topk)});
-    for (size_t begin = 0, end; (end = output.find('\n', begin)) != std::string::npos; begin = end + 1) {
-      const std::string line = output.substr(begin, end - begin);
-      char* end_of_number = nullptr;
-      const double microseconds = std::strtod(line.c_str(), &end_of_number);
-      if (end_of_number != line.c_str() && *end_of_number == '\0' && column < kColumns) {
-        columns[column++] = microseconds;
-      } else {
-        *why += "      column " + std::to_string(column) + ": " + line + "\n";
-      }
-    }
-    ++column;  // skip the column that failed, if any
-  }
-  return columns;
-}
-
-// Prints every chunk width; * marks the library's choice.
-void print_chunks(const Options& options, const Shape& shape, const Named& named, const Columns& columns) {
-  const auto chunks = chunk_widths(options, shape, named);
-  for (size_t i = 0; i < kColumns; ++i) {
-    std::printf("  %5ld:", chunks[i]);
-    if (columns[i] < 0) {
-      std::printf("     FAILED     ");
-    } else {
-      std::printf(" %8.1f us %4.0f", columns[i], flops_of(options, named, shape) / columns[i] * 1e-6);
-    }
-    std::printf("%s", i == kLibraryChunk ? "*" : " ");
-  }
-  std::printf("\n");
-}
-
-void print_line(const Options& options, const Shape& shape, size_t product, bool zipf, int multiprocessors) {
-  const Named& named = kProducts[product];
-  std::string why;
-  const Columns columns = measure_in_processes(options, shape, product, zipf, &why);
-  const auto rate = [&](double microseconds) { return flops_of(options, named, shape) / microseconds * 1e-6; };
-  std::printf("%5ld %5ld %4ld  %-9s %-20s %-7s", shape.D, shape.F, shape.E, named.name, named.formula,
-              zipf ? "zipf" : "uniform");
-  if (named.kind == Kind::combined) {
-    print_chunks(options, shape, named, columns);
-    std::printf("%s", why.c_str());
-    std::fflush(stdout);
-    return;
-  }
+  const double flops = flops_of(options, named, shape);
   const hopper::TileChoice choice = library_tile(options, named, shape, multiprocessors);
   double ours = 0;
-  for (size_t i = 1; i < kColumns; ++i) {
-    const bool is_library_choice = hopper::kTileModels[i - 1].choice == choice;
-    if (columns[i] <= 0) {
-      std::printf("    %10s   %s", columns[i] < 0 ? "FAILED" : "-", is_library_choice ? "*" : " ");
+  for (const hopper::TileModel& model : hopper::kTileModels) {
+    if (named.kind != Kind::rows && named.kind != Kind::gradient && !hopper::leaves_registers(model)) {
+      std::printf("             -    ");
       continue;
     }
-    std::printf(" %8.1f us %4.0f%s", columns[i], rate(columns[i]), is_library_choice ? "*" : " ");
-    if (is_library_choice) ours = rate(columns[i]);
+    const double microseconds = time_of(options.repeats, [&] {
+      check(fused       ? run_fused(model.choice)
+            : over_rows ? hopper::launch_gemm(p, model.choice, multiprocessors, nullptr)
+                        : hopper::launch_gemm(g, model.choice, workspace.data(), multiprocessors, nullptr));
+    });
+    const double rate = print_column(microseconds, flops, model.choice == choice);
+    if (model.choice == choice) ours = rate;
   }
-  if (columns[0] < 0) {
-    std::printf("   cuBLAS FAILED");
-  } else if (columns[0] > 0) {
-    std::printf("   cuBLAS %4.0f   %.2f", rate(columns[0]), ours / rate(columns[0]));
+  if (cublas.found()) {
+    const double microseconds = time_of(options.repeats, [&] { over_rows ? cublas.run(p) : cublas.run(g); });
+    const double rate = flops / microseconds * 1e-6;
+    std::printf("   cuBLAS %4.0f   %.2f", rate, ours / rate);
   }
-  std::printf("\n%s", why.c_str());
-  std::fflush(stdout);
 }
 
 Options parse(int count, char** arguments) {
@@ -495,47 +377,29 @@ Options parse(int count, char** arguments) {
   return options;
 }
 
-// --measure rows repeats D F E product zipf column topk
-void measure_from_arguments(char** arguments) {
-  std::array<long, 9> numbers;
-  for (size_t i = 0; i < numbers.size(); ++i) numbers[i] = std::atol(arguments[i]);
-  Options options;
-  options.rows = numbers[0];
-  options.repeats = static_cast<int>(numbers[1]);
-  options.topk = static_cast<int>(numbers[8]);
-  constexpr unsigned kMostSeconds = 120;
-  alarm(kMostSeconds);  // ends a kernel that hangs
-  try {
-    measure(options, {numbers[2], numbers[3], numbers[4]}, kProducts[numbers[5]], numbers[6] != 0,
-            static_cast<size_t>(numbers[7]));
-  } catch (const std::exception& failure) {
-    fail(failure.what());
-  }
-}
-
 }  // namespace anabranch::bench
 
 int main(int count, char** arguments) {
   using namespace anabranch::bench;
-  if (count == 11 && std::strcmp(arguments[1], "--measure") == 0) {
-    measure_from_arguments(arguments + 2);
-    return 0;
-  }
   const Options options = parse(count, arguments);
   cudaDeviceProp properties;
   CHECK_CUDA(cudaGetDeviceProperties(&properties, 0));
+  const anabranch::Cublas cublas;
   std::printf("%s, %d multiprocessors; R = %ld rows, bfloat16; %s\n", properties.name, properties.multiProcessorCount,
-              options.rows, anabranch::Cublas().found() ? "cuBLAS found" : "NO libcublas FOUND");
+              options.rows, cublas.found() ? "cuBLAS found" : "NO libcublas FOUND");
   std::printf("    D     F    E  product                        routing");
   for (const hopper::TileModel& model : hopper::kTileModels)
     std::printf("  %3dx%d TFLOP/s ", model.rows, model.columns);
   std::printf("\n");
   for (const Shape& shape : options.shapes) {
-    for (size_t product = 0; product < std::size(kProducts); ++product) {
-      const std::string name = std::string(",") + kProducts[product].name + ",";
+    for (const Named& named : kProducts) {
+      const std::string name = std::string(",") + named.name + ",";
       if (!options.products.empty() && options.products.find(name) == std::string::npos) continue;
       for (const bool zipf : {false, true}) {
-        print_line(options, shape, product, zipf, properties.multiProcessorCount);
+        std::printf("%5ld %5ld %4ld  %-9s %-20s %-7s", shape.D, shape.F, shape.E, named.name, named.formula,
+                    zipf ? "zipf" : "uniform");
+        measure(options, shape, named, zipf, properties.multiProcessorCount, cublas);
+        std::printf("\n");
       }
     }
   }

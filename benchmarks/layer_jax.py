@@ -1,4 +1,4 @@
-"""The whole layer through JAX, ours and plain JAX's: operands on the default device, times, memory and a trace."""
+"""The whole layer through JAX, ours and plain JAX's: operands on the default device, times and memory."""
 
 import functools
 import math
@@ -12,9 +12,8 @@ import jax.numpy as jnp
 from anabranch.jax import moe, ragged_dot
 from anabranch.layouts import OURS, Layouts
 from benchmarks import timing
-from benchmarks.figures import Measured, Memory
 from benchmarks.peers import xla
-from benchmarks.shapes import LayerShape, zipf_experts
+from benchmarks.shapes import LayerShape, draw_experts
 
 #: Share of the device's memory that JAX allocates at startup, in one piece to avoid fragmentation.
 _MEMORY_SHARE = "0.92"
@@ -62,76 +61,58 @@ def normal(key: jax.Array, scale: float, shape: tuple[int, ...], dtype: str) -> 
     return jax.lax.map(draw, jax.random.split(key, shape[0])) if has_experts else draw(key)
 
 
-def operands(
-    shape: LayerShape, dtype: str, routing: str, seed: int = 0, *, layouts: Layouts = OURS, biases: bool = False
-) -> Operands:
-    """Returns random operands that preserve the scale of activations.
+def operands(shape: LayerShape, dtype: str, routing: str | None, seed: int = 0, by: str = "jax") -> Operands:
+    """Returns random operands of a layer that preserve the scale of activations.
 
     Args:
       shape: sizes of the layer.
       dtype: dtype of all arrays except the experts.
       routing: "uniform": the gate decides, with nearly equal loads; "zipf": experts are given.
       seed: random seed.
-      layouts: layouts of w_in, w_out and b_in.
-      biases: whether the layer has biases.
+      by: name in LAYERS.
     """
-    T, D, F, E, _ = shape
+    T, D, F, E, K = shape
+    layer = LAYERS[by]
     sizes = {"x": (T, D), "gate": (D, E), "d_out": (T, D)}
-    names = ("w_in", "w_out", "b_in") if biases else ("w_in", "w_out")
-    sizes |= {name: layouts.shape(name, e=E, d=D, p=2, f=F) for name in names}
-    sizes |= {"b_out": (E, D)} if biases else {}
+    names = ("w_in", "w_out", "b_in") if layer.biases else ("w_in", "w_out")
+    sizes |= {name: layer.layouts.shape(name, e=E, d=D, p=2, f=F) for name in names}
+    sizes |= {"b_out": (E, D)} if layer.biases else {}
     scales = {"w_in": D**-0.5, "w_out": F**-0.5, "gate": D**-0.5}
     keys = dict(zip(sizes, jax.random.split(jax.random.key(seed), len(sizes)), strict=True))
     arrays = {name: normal(keys[name], scales.get(name, 1.0), size, dtype) for name, size in sizes.items()}
-    return Operands(**arrays, experts=jnp.asarray(zipf_experts(shape, seed)) if routing == "zipf" else None)
+    return Operands(
+        **arrays, experts=jnp.asarray(draw_experts(T, E, K, seed, zipf=True)) if routing == "zipf" else None
+    )
 
 
-def ours(
-    x: jax.Array,
-    gate: jax.Array,
-    w_in: jax.Array,
-    w_out: jax.Array,
-    experts: jax.Array | None = None,
-    *,
-    topk: int,
-    **options: Any,
-) -> jax.Array:
+def ours(x: Any, gate: Any, w_in: Any, w_out: Any, experts: Any = None, *, topk: int, **options: Any) -> jax.Array:
     """Calls anabranch.jax.moe with normalised weights."""
     output: jax.Array = moe(x, gate, w_in, w_out, topk=topk, forced_experts=experts, **options).output
     return output
 
 
-def _in_layouts(w_in: str, w_out: str) -> Layer:
-    return Layer(functools.partial(ours, w_in_layout=w_in, w_out_layout=w_out), Layouts(w_in, w_out))
-
-
-#: "ragged-dot": plain JAX with ragged_dot imported from us. "jax-...": ours with weights in the layout of PyTorch's
-#: Linear, with gate and up interleaved, with biases, and with biases and gpt-oss's activation.
+#: "ragged-dot": plain JAX with ragged_dot imported from us. "jax-...": ours with weights in the layouts of checkpoints,
+#: and with biases.
 LAYERS = {
     "jax": Layer(ours),
     "xla": Layer(xla.layer),
     "ragged-dot": Layer(functools.partial(xla.layer, product=ragged_dot)),
-    "jax-transposed": _in_layouts("pfd", "df"),
-    "jax-interleaved": _in_layouts("dfp", "fd"),
+    "jax-transposed": Layer(functools.partial(ours, w_in_layout="pfd", w_out_layout="df"), Layouts("pfd", "df")),
     "jax-biases": Layer(ours, biases=True),
-    "jax-swiglu-oai": Layer(functools.partial(ours, activation="swiglu_oai"), biases=True),
 }
 
 
-def forward(layer: Layer, topk: int) -> Callable[..., jax.Array]:
-    """Returns a function from the fields of Operands to the output."""
+def passes(layer: Layer, topk: int) -> dict[str, Callable[..., Any]]:
+    """Returns functions of the fields of Operands.
 
-    def run(*arrays: Any) -> jax.Array:
+    "forward" returns the output; "both" returns the output and the gradients of all inputs but the experts.
+    """
+
+    def forward(*arrays: Any) -> jax.Array:
         given = Operands(*arrays)
         return layer.function(*given[:4], given.experts, topk=topk, **given.biases())
 
-    return run
-
-
-def both(layer: Layer, topk: int) -> Callable[..., tuple[jax.Array, ...]]:
-    """Returns a function from the fields of Operands to the output and the gradients of all inputs but the experts."""
-
-    def run(*arrays: Any) -> tuple[jax.Array, ...]:
+    def both(*arrays: Any) -> tuple[jax.Array, ...]:
         given = Operands(*arrays)
 
         def output_of(biases: dict[str, Any], *main: Any) -> jax.Array:
@@ -141,23 +122,20 @@ def both(layer: Layer, topk: int) -> Callable[..., tuple[jax.Array, ...]]:
         of_biases, *gradients = pull(given.d_out)
         return output, *gradients, *of_biases.values()
 
-    return run
+    return {"forward": forward, "both": both}
 
 
-def largest_load(given: Operands, topk: int) -> float:
-    """Returns the rows of the busiest expert divided by the mean."""
-    sizes = jax.jit(functools.partial(xla.select, topk=topk))(given.x, given.gate, given.experts)[2]
-    return float(sizes.max() / sizes.mean())
+def cpu_programs(by: str, shape: LayerShape, dtype: str, routing: str | None) -> dict[str, timing.Program]:
+    """Returns the programs of both passes for `timing.times_of`."""
+    given = operands(shape, dtype, routing, by=by)
+    return {name: timing.program(function, [given]) for name, function in passes(LAYERS[by], shape.K).items()}
 
 
-def cpu_programs(by: str, shape: LayerShape, dtype: str, routing: str) -> dict[str, timing.Program]:
-    """Returns the programs "forward" and "both" for `timing.times_of`. Each compiles at its first call."""
-    layer = LAYERS[by]
-    given = operands(shape, dtype, routing, layouts=layer.layouts, biases=layer.biases)
-    return {
-        name: timing.Program(jax.jit(timing.chained(function(layer, shape.K))), [[given]])
-        for name, function in (("forward", forward), ("both", both))
-    }
+def claim_memory() -> None:
+    """Makes JAX allocate most of the GPU's memory at startup."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
+    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # the older name; setting both is an error
+        os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", _MEMORY_SHARE)
 
 
 def _unless_out_of_memory(function: Callable[[], Any]) -> Any:
@@ -180,20 +158,19 @@ def _memory_stat(name: str) -> int | None:
     return (jax.devices()[0].memory_stats() or {}).get(name)
 
 
-def executions_that_fit(memory: Memory, device_bytes: int | None) -> int:
-    """Returns how many executions fit into memory at once, at least 1. Each holds its outputs and temporaries.
+def executions_that_fit(arguments: int, others: int, device_bytes: int | None) -> int:
+    """Returns how many executions fit into memory at once, at least 1. Each holds outputs and temporaries (`others`).
 
-    >>> small, large = Memory(4 << 30, 2 << 30, 0, 2 << 30), Memory(4 << 30, 2 << 30, 0, 50 << 30)
-    >>> [executions_that_fit(small, 84 << 30), executions_that_fit(large, 84 << 30), executions_that_fit(large, None)]
-    [16, 1, 30]
+    >>> [executions_that_fit(4 << 30, others << 30, 84 << 30) for others in (4, 52)], executions_that_fit(1, 1, None)
+    ([16, 1], 30)
     """
     if device_bytes is None:
         return timing.MOST_EXECUTIONS
-    free = (device_bytes - memory.arguments) * 4 // 5  # leave 1/5 for fragmentation
-    return min(max(1, free // max(memory.outputs + memory.temporaries, 1)), timing.MOST_EXECUTIONS)
+    free = (device_bytes - arguments) * 4 // 5  # leave 1/5 for fragmentation
+    return min(max(1, free // max(others, 1)), timing.MOST_EXECUTIONS)
 
 
-class Product:
+class _Product:
     """The rate of a large square GEMM through JAX."""
 
     def __init__(self, dtype: str, size: int, repeats: int):
@@ -212,15 +189,8 @@ class Product:
 
 
 def measure(
-    by: str,
-    shape: LayerShape,
-    dtype: str,
-    routing: str,
-    *,
-    repeats: int,
-    product_size: int = 8192,
-    trace: str | None = None,
-) -> Measured:
+    by: str, shape: LayerShape, dtype: str, routing: str | None, *, repeats: int, product_size: int = 8192
+) -> dict[str, Any]:
     """Measures times and memory of one layer on a GPU. The process should not have used the device before.
 
     Args:
@@ -230,62 +200,39 @@ def measure(
       routing: see `operands`.
       repeats: timed batches of executions, of the layer and of the large GEMM.
       product_size: rows and columns of that GEMM.
-      trace: a folder for a profiler trace of three forward passes and three forward and backward passes.
+
+    Returns:
+      `times` by pass; `product`: FLOP/s of the GEMM, before and after; `planned`, `peak`: bytes in use, from XLA's
+      analysis and on the device; `note`: what is missing and why. All but `times` and `note` may be missing.
     """
-    measured = _unless_out_of_memory(lambda: _measure(by, shape, dtype, routing, repeats, product_size, trace))
-    return Measured(note="out of memory") if measured is None else measured
-
-
-def claim_memory() -> None:
-    """Makes JAX allocate most of the GPU's memory at startup."""
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "true")
-    if "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ:  # the older name; setting both is an error
-        os.environ.setdefault("XLA_CLIENT_MEM_FRACTION", _MEMORY_SHARE)
+    found = _unless_out_of_memory(lambda: _measure(by, shape, dtype, routing, repeats, product_size))
+    return {"times": {}, "note": "out of memory"} if found is None else found
 
 
 def _measure(
-    by: str, shape: LayerShape, dtype: str, routing: str, repeats: int, product_size: int, trace: str | None
-) -> Measured:
-    layer = LAYERS[by]
-    functions: dict[str, Callable[..., Any]] = {"both": both(layer, shape.K), "forward": forward(layer, shape.K)}
-    draw = functools.partial(operands, shape, dtype, routing, layouts=layer.layouts, biases=layer.biases)
-    given = draw()
-    programs = {}
-    for name, function in functions.items():
-        program = _unless_out_of_memory(functools.partial(_compiled, function, given))
-        # Run "both" first, so that the peak is the one of both passes.
-        if program is not None and _unless_out_of_memory(functools.partial(_run, program, given)):
+    by: str, shape: LayerShape, dtype: str, routing: str | None, repeats: int, product_size: int
+) -> dict[str, Any]:
+    functions = passes(LAYERS[by], shape.K)
+    given, programs = operands(shape, dtype, routing, by=by), {}
+    found: dict[str, Any] = {}
+    for name in ("both", "forward"):  # "both" runs first, so that the peak is the one of both passes
+        program = _unless_out_of_memory(functools.partial(_compiled, functions[name], given))
+        ran = program is not None and _unless_out_of_memory(functools.partial(_run, program, given))
+        if ran:
             programs[name] = program
-        if name == "both":
-            memory, peak = None if program is None else _memory(program), _memory_stat("peak_bytes_in_use")
+        if name == "both" and program is not None:
+            found["planned"] = sum(_memory(program))
+            found |= {"peak": _memory_stat("peak_bytes_in_use")} if ran else {}
     if not programs:
-        return Measured(memory=memory, note="out of memory")
-
-    product = Product(dtype, product_size, repeats)
+        return {**found, "times": {}, "note": "out of memory"}
+    product = _Product(dtype, product_size, repeats)
     before = product.rate()
     count = timing.sets_past_cache("cuda", shape.operand_bytes(given.x.dtype.itemsize), least=1)
-    sets = [given, *(draw(seed) for seed in range(1, count))]
+    sets = [given, *(operands(shape, dtype, routing, seed, by) for seed in range(1, count))]
     times = {name: _time(functions[name], program, sets, repeats) for name, program in programs.items()}
-    after = product.rate()
-    if trace is not None:
-        with jax.profiler.trace(trace):
-            for program in programs.values():
-                for _ in range(3):
-                    _run(program, given)
-    missing = [name for name in functions if name not in programs]
-    notes = [f"{name}: out of memory" for name in missing]
-    if product.by != "cuBLAS":
-        notes.append(f"product: by {product.by}, not cuBLAS")
-    return Measured(
-        forward=times.get("forward"),
-        both=times.get("both"),
-        product=(before, after),
-        product_by=product.by,
-        largest_load=largest_load(given, shape.K),
-        memory=memory,
-        peak=None if missing else peak,
-        note="; ".join(notes),
-    )
+    notes = [f"{name}: out of memory" for name in functions if name not in programs]
+    notes += [f"product: by {product.by}, not cuBLAS"] if product.by != "cuBLAS" else []
+    return {**found, "times": times, "product": (before, product.rate()), "note": "; ".join(notes)}
 
 
 def _time(function: Callable[..., Any], program: Any, sets: Sequence[Any], repeats: int) -> timing.Timing:
@@ -299,13 +246,10 @@ def _time(function: Callable[..., Any], program: Any, sets: Sequence[Any], repea
     """
 
     def timed(program: Any, calls: int) -> timing.Timing:
-        most = executions_that_fit(_memory(program), _memory_stat("bytes_limit"))
+        most = executions_that_fit(*_memory(program), _memory_stat("bytes_limit"))
+        groups, executions = timing.groups_of(sets, calls), (min(2, most), most)
         return timing.seconds_of_program(
-            program,
-            timing.groups_of(sets, calls),
-            repeats=repeats,
-            seconds=_BATCH_SECONDS,
-            executions=(min(2, most), most),
+            program, groups, repeats=repeats, seconds=_BATCH_SECONDS, executions=executions
         )
 
     single = timed(program, 1)
@@ -326,11 +270,8 @@ def _run(program: Callable[[Any], Any], given: Sequence[Any]) -> bool:
     return True
 
 
-def _memory(program: Any) -> Memory:
+def _memory(program: Any) -> tuple[int, int]:
+    """Returns the bytes of arguments, and of outputs and temporaries; what aliases an argument counts there."""
     analysis = program.memory_analysis()
-    return Memory(
-        arguments=analysis.argument_size_in_bytes,
-        outputs=analysis.output_size_in_bytes,
-        aliased=analysis.alias_size_in_bytes,
-        temporaries=analysis.temp_size_in_bytes,
-    )
+    others = analysis.output_size_in_bytes + analysis.temp_size_in_bytes - analysis.alias_size_in_bytes
+    return analysis.argument_size_in_bytes, others

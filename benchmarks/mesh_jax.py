@@ -36,14 +36,8 @@ def operands(mesh: Mesh, parallel: Parallel, shape: LayerShape, dtype: str, seed
 
 
 def layer(parallel: Parallel, precision: str = "highest") -> layer_jax.Layer:
-    """Returns moe() spread over the ranks, with the signature that layer_jax expects."""
-
-    def run(x: Any, gate: Any, w_in: Any, w_out: Any, experts: Any = None, *, topk: int) -> jax.Array:
-        del experts  # the gate decides
-        output: jax.Array = moe(x, gate, w_in, w_out, topk=topk, precision=precision, parallel=parallel).output
-        return output
-
-    return layer_jax.Layer(run)
+    """Returns moe() spread over the ranks."""
+    return layer_jax.Layer(functools.partial(layer_jax.ours, precision=precision, parallel=parallel))
 
 
 def measure_layer(
@@ -65,8 +59,7 @@ def measure_layer(
         def dropped(x: Any, gate: Any, w_in: Any, w_out: Any) -> jax.Array:
             return moe(x, gate, w_in, w_out, topk=shape.K, precision=precision, parallel=parallel).dropped
 
-        forward = _seconds(layer_jax.forward(run, shape.K), given, repeats)
-        both = _seconds(layer_jax.both(run, shape.K), given, repeats)
+        forward, both = (_seconds(one, given, repeats) for one in layer_jax.passes(run, shape.K).values())
         return forward, both, int(jax.jit(dropped)(*given[:4]))
 
 
@@ -78,41 +71,35 @@ def collectives(mesh: Mesh, shape: LayerShape, dtype: str) -> Mapping[str, tuple
     """
     P, T, D = mesh.size, shape.T, shape.D
     rows = T * shape.K // P
-    itemsize = jnp.dtype(dtype).itemsize
     spec = PartitionSpec(AXIS)
-
-    def sharded(function: Callable[[jax.Array], jax.Array]) -> Callable[[jax.Array], jax.Array]:
-        spread: Callable[[jax.Array], jax.Array] = jax.shard_map(
-            function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False
-        )
-        return spread
-
-    def filled(*size: int, dtype: Any) -> jax.Array:
-        make = functools.partial(jnp.ones, size, dtype)
-        made: jax.Array = jax.jit(make, out_shardings=NamedSharding(mesh, spec))()
-        return made
 
     def all_to_all(x: jax.Array) -> jax.Array:
         return jax.lax.all_to_all(x, AXIS, 0, 0, tiled=True)
 
-    def ragged(x: jax.Array) -> jax.Array:
-        sizes = jnp.full(P, rows, jnp.int32)
-        here = jnp.full(P, jax.lax.axis_index(AXIS) * rows, jnp.int32)
-        return jax.lax.ragged_all_to_all(
-            x, jnp.zeros_like(x), jnp.arange(P, dtype=jnp.int32) * rows, sizes, here, sizes, axis_name=AXIS
-        )
-
     def all_gather(x: jax.Array) -> jax.Array:
         return jax.lax.all_gather(x, AXIS, tiled=True)
 
-    exchanged = filled(P * P * rows, D, dtype=dtype)
-    found = {
-        "all_to_all": (sharded(all_to_all), exchanged, (P - 1) * rows * D * itemsize),
-        "all_gather": (sharded(all_gather), filled(P * T, D, dtype=dtype), (P - 1) * T * D * itemsize),
-        "all_to_all_sums": (sharded(all_to_all), filled(P * P * T, D, dtype=dtype), (P - 1) * T * D * itemsize),
+    def ragged(x: jax.Array) -> jax.Array:
+        sizes, starts = jnp.full(P, rows, jnp.int32), jnp.arange(P, dtype=jnp.int32) * rows
+        here = jnp.full(P, jax.lax.axis_index(AXIS) * rows, jnp.int32)
+        return jax.lax.ragged_all_to_all(x, jnp.zeros_like(x), starts, sizes, here, sizes, axis_name=AXIS)
+
+    # By name: the function, rows that a rank holds, and rows that it sends.
+    exchange = (P * rows, (P - 1) * rows)
+    known = {
+        "all_to_all": (all_to_all, *exchange),
+        "all_gather": (all_gather, T, (P - 1) * T),
+        "all_to_all_sums": (all_to_all, P * T, (P - 1) * T),
+        "ragged_all_to_all": (ragged, *exchange),
     }
-    if mesh.devices.flat[0].platform != "cpu":  # XLA has no ragged_all_to_all on the CPU
-        found["ragged_all_to_all"] = (sharded(ragged), exchanged, (P - 1) * rows * D * itemsize)
+    if mesh.devices.flat[0].platform == "cpu":  # XLA has no ragged_all_to_all there
+        del known["ragged_all_to_all"]
+    found = {}
+    for name, (function, held, sent) in known.items():
+        run = jax.shard_map(function, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+        filled = functools.partial(jnp.ones, (P * held, D), dtype)
+        operand = jax.jit(filled, out_shardings=NamedSharding(mesh, spec))()
+        found[name] = (run, operand, sent * D * jnp.dtype(dtype).itemsize)
     return found
 
 

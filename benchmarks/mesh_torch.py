@@ -10,13 +10,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from anabranch.bench import BenchError
 from benchmarks import timing
-from benchmarks.layer_torch import operands
-from benchmarks.shapes import LayerShape
+from benchmarks.layer_torch import EAGER, GRAPH, Layer, operands
+from benchmarks.shapes import ITEMSIZES, LayerShape
 from benchmarks.timing import Timing
 
-EAGER, GRAPH = "eager", "graph"
 MODES = {"cpu": (EAGER,), "cuda": (EAGER, GRAPH)}
 _BATCH_SECONDS = 40e-3
 _MOST_CALLS = 8  # per batch; the same as in mesh_jax
@@ -34,9 +32,6 @@ def measure_layer(
     """Returns, per mode, times of moe(group=) with shape.T tokens per rank (forward, both) and dropped assignments.
 
     Eager calls keep the queue full if the host is faster than the device. A graph contains a batch of calls, with NCCL.
-
-    Raises:
-      BenchError: torch is missing, or sees fewer than two GPUs.
     """
     found = _in_ranks(device, _layer, (shape, dtype, transport, capacity_factor, repeats))
     times = {}
@@ -47,21 +42,15 @@ def measure_layer(
 
 
 def measure_all_to_all(count: int, dtype: str, device: str, repeats: int) -> tuple[Timing, int]:
-    """Times one exchange between all ranks with `count` elements per rank; also returns the bytes that a rank sends.
-
-    Raises:
-      BenchError: torch is missing, or sees fewer than two GPUs.
-    """
+    """Times one exchange between all ranks with `count` elements per rank; also returns the bytes that a rank sends."""
     ranks = ranks_on(device)
     samples = _in_ranks(device, _all_to_all, (count, dtype, repeats))
-    return timing.summary(samples), count // ranks * (ranks - 1) * (4 if dtype == "float32" else 2)
+    return timing.summary(samples), count // ranks * (ranks - 1) * ITEMSIZES[dtype]
 
 
 def _in_ranks(device: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """Runs `function` in one process per rank and returns the result of rank 0, converted through JSON."""
     torch, ranks = timing.torch_on(device), ranks_on(device)
-    if ranks < 2:
-        raise BenchError(f"{function.__name__.removeprefix('_')}: got {ranks} GPU, expected 2 or more")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -72,13 +61,7 @@ def _in_ranks(device: str, function: Callable[..., Any], arguments: tuple[Any, .
 
 
 def _rank(
-    rank: int,
-    ranks: int,
-    device: str,
-    port: int,
-    file: str,
-    function: Callable[..., Any],
-    arguments: tuple[Any, ...],
+    rank: int, ranks: int, device: str, port: int, file: str, function: Callable[..., Any], arguments: tuple[Any, ...]
 ) -> None:
     import torch
     import torch.distributed as distributed
@@ -144,23 +127,17 @@ def _layer(
     weights = [w.requires_grad_() for w in (gate, w_in[mine].clone(), w_out[mine].clone())]
     del whole, tokens, w_in, w_out
 
-    def layer() -> Any:
+    def layer(x: Any) -> Any:
         options: dict[str, Any] = dict(topk=shape.K, transport=transport, capacity_factor=capacity_factor)
         return moe(x, *weights, **options, group=distributed.group.WORLD)
 
-    def forward() -> Any:
-        with torch.no_grad():
-            return layer().output
-
-    def both() -> Any:
-        output = layer().output
-        return output, *torch.autograd.grad(output, [x, *weights], d_out)
-
-    found: dict[str, Any] = {EAGER: [_seconds_eager(device, call, repeats) for call in (forward, both)]}
+    passes = Layer(lambda x: layer(x).output, (x, *weights), d_out)
+    calls: list[Callable[[], Any]] = [passes.forward, passes.both]
+    found: dict[str, Any] = {EAGER: [_seconds_eager(device, call, repeats) for call in calls]}
     if GRAPH in MODES[device]:
-        found[GRAPH] = [_seconds_of_graph(call, repeats) for call in (forward, both)]
+        found[GRAPH] = [_seconds_of_graph(call, repeats) for call in calls]
     with torch.no_grad():
-        found["dropped"] = int(layer().dropped)
+        found["dropped"] = int(layer(x).dropped)
     return found
 
 

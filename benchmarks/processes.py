@@ -1,4 +1,4 @@
-"""Errors of the benchmarks, and benchmarks in separate processes, so that allocator state is not carried over."""
+"""Benchmarks in separate processes, so that allocator state is not carried over, and their errors."""
 
 import contextlib
 import json
@@ -6,12 +6,56 @@ import pathlib
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from anabranch.bench import BenchError
+from benchmarks.shapes import LayerShape
 
 ROOT = pathlib.Path(__file__).parents[1]
+
+
+class Case(NamedTuple):
+    """One measurement of a layer by the benchmark `operation`. routing, transport: None if it has no such option."""
+
+    operation: str
+    device: str
+    shape: LayerShape
+    dtype: str
+    by: str
+    routing: str | None = None
+    transport: str | None = None
+
+    def _own(self) -> dict[str, str]:
+        return {name: value for name in ("routing", "transport") if (value := getattr(self, name)) is not None}
+
+    def head(self) -> dict[str, Any]:
+        """Returns the first columns of its rows."""
+        return {"T,D,F,E,K": str(self.shape), **self._own(), "dtype": self.dtype, "by": self.by}
+
+    def arguments(self) -> list[str]:
+        """Returns the command line of the measurement alone."""
+        options = {"device": self.device, "shape": self.shape, "dtype": self.dtype, "by": self.by, **self._own()}
+        return [self.operation, *(word for name, value in options.items() for word in (f"--{name}", str(value)))]
+
+
+def rows_of_cases(
+    operation: str, cases: Sequence[Case], quick: bool, measure: Callable[[Case], Iterator[dict[str, Any]]]
+) -> Iterator[dict[str, Any]]:
+    """Yields the rows of all cases. A single case is measured here, each of several in its own process.
+
+    Raises:
+      BenchError: the only case failed. Of several cases, a failed one has a row with `error`.
+    """
+    for case in cases:
+        if len(cases) == 1 and case.operation == operation:
+            with as_bench_errors(case.by):
+                yield from measure(case)
+            continue
+        try:
+            yield from rows_of_a_process([*case.arguments(), *["--quick"] * quick], quiet=True)
+        except BenchError as error:
+            yield {**case.head(), "error": str(error)}
 
 
 @contextlib.contextmanager
@@ -29,37 +73,26 @@ def as_bench_errors(by: str) -> Iterator[None]:
         raise BenchError(f"{by}: {type(error).__name__}: {reason}") from error
 
 
-def rows_of_a_process(operation: str, flags: Sequence[str], *, quiet: bool = False) -> list[dict[str, Any]]:
-    """Runs `python -m benchmarks OPERATION FLAGS` and returns its rows.
+def rows_of_a_process(arguments: Sequence[str], *, quiet: bool = False) -> list[dict[str, Any]]:
+    """Runs `python -m benchmarks ARGUMENTS` and returns its rows.
 
     Args:
-      operation: the benchmark to run.
-      flags: its options.
+      arguments: the operation and its options.
       quiet: show the process's standard error only if it fails.
 
     Raises:
       BenchError: the process failed. If quiet, the error has its message.
     """
-    command = [sys.executable, "-m", "benchmarks", operation, "--json", "-", *flags]
+    command = [sys.executable, "-m", "benchmarks", *arguments, "--json", "-"]
     result = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE if quiet else None, text=True, check=False, cwd=ROOT
     )
     if result.returncode != 0 and not result.stdout:  # rows with an `error` also give status 1
         sys.stderr.write(result.stderr or "")
-        raise BenchError(
-            f"{last_error(result.stderr or '') or f'{operation} failed'} (exit status {result.returncode})"
-        )
-    found: list[dict[str, Any]] = json.loads(result.stdout)["rows"][operation]
+        message = last_error(result.stderr or "") or f"{arguments[0]} failed"
+        raise BenchError(f"{message} (exit status {result.returncode})")
+    found: list[dict[str, Any]] = json.loads(result.stdout)["rows"][arguments[0]]
     return found
-
-
-def rows_or_error(operation: str, flags: Sequence[str], failed: dict[str, Any]) -> list[dict[str, Any]]:
-    """Runs a quiet process and returns its rows. If it fails, returns `failed` with the message as `error`, `note`."""
-    try:
-        return rows_of_a_process(operation, flags, quiet=True)
-    except BenchError as error:
-        said = str(error)
-        return [failed | {"error": said} | ({"note": said} if "note" in failed else {})]
 
 
 @contextlib.contextmanager

@@ -1,10 +1,11 @@
-"""Routings and layers to time: sizes, FLOPs, bytes, and skewed expert assignments."""
+"""Routings and layers to time: sizes, FLOPs, bytes, and random experts."""
 
+import functools
 from typing import NamedTuple
 
 import numpy as np
 
-from anabranch.checks import INDEX_LIMIT
+ITEMSIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 class RouterCase(NamedTuple):
@@ -16,11 +17,6 @@ class RouterCase(NamedTuple):
     normalize: bool = True
     bias: bool = False
     groups: tuple[int, int] = (0, 0)
-
-    @property
-    def balances(self) -> bool:
-        """Whether quantile balancing supports this routing."""
-        return self.bias and not self.groups[0]
 
     def __str__(self) -> str:
         parts = [self.score_function, "normalised" * self.normalize, "bias" * self.bias]
@@ -47,10 +43,6 @@ class LayerShape(NamedTuple):
         180.0
         """
         return 6.0 * self.T * self.K * self.D * self.F
-
-    def backward_flops(self) -> float:
-        """Returns twice the FLOPs of the forward pass: each GEMM has gradients of both operands."""
-        return 2 * self.forward_flops()
 
     def weight_bytes(self, itemsize: int) -> int:
         """Returns the bytes of gate, w_in and w_out."""
@@ -107,34 +99,14 @@ NAMED = {
 }
 
 
-def parse_shape(text: str) -> LayerShape:
-    """Parses a shape from its name or from "T,D,F,E,K".
+@functools.lru_cache(maxsize=64)
+def draw_experts(T: int, E: int, K: int, seed: int = 0, *, zipf: bool = False) -> np.ndarray:
+    """Draws K distinct experts per token without replacement: int32 [T, K].
 
-    Raises:
-      ValueError: the text is neither, or the sizes are invalid.
-
-    >>> parse_shape("qwen3-30b").E, parse_shape("256,128,64,8,2").K
-    (128, 2)
+    All experts are equally likely, or have shares 1 / (1 + e) (Zipf's law). Every expert draws an exponential time at
+    the rate of its share, and the K earliest are taken.
     """
-    if text in NAMED:
-        return NAMED[text]
-    parts = text.split(",")
-    if len(parts) != 5 or not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise ValueError(f"got {text!r}, expected T,D,F,E,K such as 32768,2048,768,128,8, or {', '.join(NAMED)}")
-    shape = LayerShape(*map(int, parts))
-    if shape.K > shape.E:
-        raise ValueError(f"got {text!r}, expected T,D,F,E,K with K <= E")
-    if shape.T * shape.K >= INDEX_LIMIT:
-        raise ValueError(f"got {text!r}, expected T,D,F,E,K with T * K < 2^31")
-    return shape
-
-
-def zipf_experts(shape: LayerShape, seed: int = 0) -> np.ndarray:
-    """Draws K distinct experts per token with shares 1 / (1 + e) (Zipf's law), without replacement: int32 [T, K].
-
-    Draws an exponential time with that rate for every expert and takes the K earliest.
-    """
-    T, _, _, E, K = shape
     clocks = np.random.default_rng(seed).standard_exponential((T, E), np.float32)
-    clocks *= np.arange(1, E + 1, dtype=np.float32)
+    if zipf:
+        clocks *= np.arange(1, E + 1, dtype=np.float32)
     return np.argsort(clocks, axis=1)[:, :K].astype(np.int32)

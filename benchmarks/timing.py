@@ -1,9 +1,8 @@
 """Timing: interleaved batches of calls on the CPU; graphs and jitted programs with rotated operands on a GPU.
 
-Most benchmarks call `times_of`. The functions below it time calls on a GPU and measure copy rates.
+Most benchmarks call `times_of`. The functions below it time calls on a GPU.
 """
 
-import concurrent.futures
 import functools
 import itertools
 import math
@@ -11,7 +10,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from anabranch._packages import explain
@@ -39,23 +38,10 @@ class Timing(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A compiled `chained` program, and groups of as many operand sets as the program takes."""
+    """A jitted `chained` program, and groups of as many operand sets as the program takes."""
 
     run: Callable[[Any], Any]
     groups: Sequence[Sequence[Any]]
-
-
-def fits(program: Program) -> bool:
-    """Runs a program once. Returns False if the device runs out of memory."""
-    import jax
-
-    try:
-        jax.block_until_ready(program.run(program.groups[0]))
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return False
-    return True
 
 
 def times_of(
@@ -74,7 +60,7 @@ def times_of(
         GPU they enqueue work on torch's current stream.
       programs: jitted programs by name.
       quick: shorter and fewer repeats.
-      settings: arguments of `seconds_of_each`; only used on a GPU.
+      settings: arguments of `seconds_of_each`, for a GPU.
     """
     programs = programs or {}
     if device == "cpu":
@@ -94,11 +80,7 @@ def _wait_for(program: Program) -> None:
 def interleaved(functions: Mapping[Any, Callable[[], Any]], *, seconds: float, repeats: int = 7) -> dict[Any, Timing]:
     """Times functions on the CPU in interleaved batches, so that a slow phase of the machine affects all of them.
 
-    Args:
-      functions: synchronous calls by name.
-      seconds: time for all repeats of one function. A function that needs longer for one call is timed once, after
-        its warm-up.
-      repeats: batches per function.
+    All repeats of a function take `seconds`. A function that needs longer for one call is timed once, after a warm-up.
     """
     batches: dict[Any, int] = {}
     samples: dict[Any, list[float]] = {}
@@ -133,11 +115,7 @@ def summary(samples: Sequence[float], host_bound: bool = False) -> Timing:
 
 @functools.cache
 def torch_on(device: str) -> Any:
-    """Returns torch, which provides operands and, on a GPU, streams and graphs.
-
-    Raises:
-      BenchError: torch is not installed, or sees no GPU.
-    """
+    """Returns torch; raises BenchError if it is not installed, or sees no GPU."""
     try:
         import torch
     except ImportError as error:
@@ -161,11 +139,7 @@ def normal_on(device: str, dtype: str, seed: int) -> Callable[..., Any]:
 
 @functools.cache
 def jax_on(device: str) -> Any:
-    """Returns jax. On a GPU it shares the memory with torch.
-
-    Raises:
-      BenchError: jax is not installed, or sees no GPU.
-    """
+    """Returns jax, which shares a GPU's memory with torch; raises BenchError if it is not installed, or sees no GPU."""
     if device == "cuda":
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     try:
@@ -188,10 +162,7 @@ def capture_stream() -> Any:
 def sets_past_cache(device: str, bytes_of_one: int, least: int = 2) -> int:
     """Returns how many operand sets to rotate so that each has left the GPU's cache before its next use; 1 on the CPU.
 
-    Args:
-      device: "cpu" or "cuda".
-      bytes_of_one: bytes that a call reads and writes.
-      least: the least number of sets. Pass 1 if a call larger than the cache finds none of its operands there.
+    least: pass 1 if a call that reads and writes more bytes than the cache holds finds none of its operands there.
 
     >>> [sets_past_cache("cuda", size) for size in (L2_BYTES, 1 << 40)], sets_past_cache("cuda", 1 << 40, least=1)
     ([2, 2], 1)
@@ -204,11 +175,15 @@ def sets_past_cache(device: str, bytes_of_one: int, least: int = 2) -> int:
 def seconds_of_each(
     calls: Sequence[Callable[[], Any]], *, repeats: int = REPEATS, least_calls: int = 20, seconds: float = 4e-3
 ) -> Timing:
-    """Times one call, in a CUDA graph of all `calls`.
+    """Times one call, in replays of a CUDA graph of all `calls`; see `captured`."""
+    return replays([captured(calls, least_calls, seconds)], repeats)[0]
+
+
+def captured(calls: Sequence[Callable[[], Any]], least_calls: int = 20, seconds: float = 4e-3) -> tuple[Any, int]:
+    """Returns a CUDA graph for `replays`, and the number of calls in it.
 
     Args:
       calls: functions that enqueue work on torch's current stream, each on other operands.
-      repeats: replays of the graph.
       least_calls: calls per graph, if they take no more than `seconds`.
       seconds: limit of the time per graph; see least_calls.
     """
@@ -230,16 +205,25 @@ def seconds_of_each(
         for _ in range(rounds):
             for call in calls:
                 call()
-    for _ in range(3):
-        graph.replay()
-    samples = []
+    return graph, rounds * len(calls)
+
+
+def replays(graphs: Sequence[tuple[Any, int]], repeats: int) -> list[Timing]:
+    """Times one call of each graph of `captured`. Replays are interleaved, so that clock drift affects all graphs."""
+    torch = torch_on("cuda")
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for graph, _ in graphs:
+        for _ in range(3):
+            graph.replay()
+    samples: list[list[float]] = [[] for _ in graphs]
     for _ in range(repeats):
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        samples.append(start.elapsed_time(end) * 1e-3 / (rounds * len(calls)))
-    return summary(samples)
+        for (graph, calls), of_graph in zip(graphs, samples, strict=True):
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            of_graph.append(start.elapsed_time(end) * 1e-3 / calls)
+    return [summary(of_graph) for of_graph in samples]
 
 
 def seconds_of_calls(calls: Sequence[Callable[[], Any]], *, repeats: int = REPEATS, seconds: float = 40e-3) -> Timing:
@@ -305,42 +289,6 @@ def host_seconds(call: Callable[[], Any], *, calls: int, repeats: int = REPEATS)
     return statistics.median(samples) if samples else None
 
 
-def copy_rate(device: str) -> float:
-    """Returns bytes read and written per second by a large copy, in GPU memory or by all CPU threads."""
-    return _gpu_copy_rate() if device == "cuda" else _cpu_copy_rate()
-
-
-@functools.cache
-def _gpu_copy_rate(size: int = 1 << 30) -> float:
-    torch = torch_on("cuda")
-    source = torch.randn(size // 4, device="cuda")
-    target = torch.empty_like(source)
-    # Use a kernel, because a copy inside a graph may use the copy engines, which are slower.
-    return 2 * size / seconds_of_each([lambda: torch.neg(source, out=target)], least_calls=5).seconds
-
-
-def _cpu_copy_rate(size: int = 1 << 27, repeats: int = 9) -> float:
-    import numpy as np
-
-    threads = len(os.sched_getaffinity(0))
-    source = np.ones((threads, size // threads), np.uint8)
-    target = np.zeros_like(source)
-    best = math.inf
-    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
-        for _ in range(repeats):
-            start = time.perf_counter()
-            list(pool.map(np.copyto, target, source))  # numpy releases the GIL while it copies
-            best = min(best, time.perf_counter() - start)
-    return 2 * source.size / best
-
-
-def struct(device: str, *shape: int, dtype: str) -> Any:
-    """Returns the jax.ShapeDtypeStruct of an array on the device."""
-    jax = jax_on(device)
-    sharding = jax.sharding.SingleDeviceSharding(jax.devices(device)[0])
-    return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-
-
 def as_jax(tensor: Any) -> Any:
     """Returns a torch tensor as a JAX array, without a copy where JAX can share the memory."""
     import jax
@@ -367,23 +315,6 @@ def chained(function: Callable[..., Any]) -> Callable[[Sequence[Sequence[Any]]],
     return run
 
 
-def compile_all(programs: Mapping[Hashable, tuple[Callable[..., Any], Any]]) -> dict[Hashable, Callable[..., Any]]:
-    """Compiles functions for operands of given shapes, many at a time.
-
-    Args:
-      programs: by name, a function of one argument, and that argument with `struct`s instead of arrays.
-
-    Returns:
-      The compiled programs by name.
-    """
-    import jax
-
-    lowered = {name: jax.jit(function).lower(operand) for name, (function, operand) in programs.items()}
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        compiled = pool.map(lambda program: program.compile(), lowered.values())
-        return dict(zip(lowered, compiled, strict=True))
-
-
 def groups_of(sets: Sequence[Any], size: int) -> list[list[Any]]:
     """Splits the sets into groups of `size`. Fills the last group up with sets from the front.
 
@@ -391,6 +322,13 @@ def groups_of(sets: Sequence[Any], size: int) -> list[list[Any]]:
     [[1, 2], [3, 1]]
     """
     return [[sets[(i + j) % len(sets)] for j in range(size)] for i in range(0, len(sets), size)]
+
+
+def program(function: Callable[..., Any], sets: Sequence[Sequence[Any]], calls: int = 1) -> Program:
+    """Returns a program of `calls` calls of `function` on arrays. It is compiled at its first run."""
+    import jax
+
+    return Program(jax.jit(chained(function)), groups_of(sets, calls))
 
 
 def seconds_of_program(
@@ -431,21 +369,21 @@ def seconds_of_program(
     return _batch_timing([batch(size) for _ in range(repeats)], size * len(groups[0]))
 
 
-def available(operation: str, by: Sequence[str], requested: bool, device: str) -> list[str]:
-    """Returns the implementations to time. Without JAX, omits those through JAX unless they were requested by name.
+def available(operation: str, requested: Sequence[str] | None, known: Sequence[str], device: str) -> list[str]:
+    """Returns the requested implementations, or all known ones; without JAX, not those through JAX.
 
     Raises:
       BenchError: torch, or JAX if it was requested, is missing or sees no GPU.
     """
     torch_on(device)
+    by = list(dict.fromkeys(requested or known))
     through_jax = [name for name in by if name.startswith("jax") or name in ("xla", "ragged-dot")]
-    if not through_jax:
-        return list(by)
-    try:
-        jax_on(device)
-    except BenchError as error:
-        if requested:
-            raise
-        print(f"{operation}: without {', '.join(through_jax)}: {error}", file=sys.stderr)
-        return [name for name in by if name not in through_jax]
-    return list(by)
+    if through_jax:
+        try:
+            jax_on(device)
+        except BenchError as error:
+            if requested:
+                raise
+            print(f"{operation}: without {', '.join(through_jax)}: {error}", file=sys.stderr)
+            return [name for name in by if name not in through_jax]
+    return by

@@ -8,12 +8,12 @@ function(anabranch_hopper_instance name header template operands)
   set(ANABRANCH_HOPPER_INSTANCES ${ANABRANCH_HOPPER_INSTANCES} ${file} PARENT_SCOPE)
 endfunction()
 
-foreach(columns plain gated interleaved)
+foreach(layout ungated gated interleaved)
   foreach(major mn k)
-    set(arguments "HiddenColumns::${columns}, Major::${major}")
-    anabranch_hopper_instance(up_${columns}_${major} up "launch_up<${arguments}>" "const Up&, TileChoice")
-    anabranch_hopper_instance(hidden_gradient_${columns}_${major} hidden_gradient
-                              "launch_hidden_gradient<${arguments}>" "const HiddenGradient&, TileChoice")
+    set(arguments "GateUpLayout::${layout}, Major::${major}")
+    anabranch_hopper_instance(up_${layout}_${major} up "launch_up<${arguments}>" "const Up&, TileChoice")
+    anabranch_hopper_instance(intermediate_gradient_${layout}_${major} intermediate_gradient
+                              "launch_intermediate_gradient<${arguments}>" "const IntermediateGradient&, TileChoice")
   endforeach()
 endforeach()
 foreach(arguments "Major::mn, RowsEpilogue" "Major::k, RowsEpilogue" "Major::mn, ScaleBiasEpilogue"
@@ -22,10 +22,10 @@ foreach(arguments "Major::mn, RowsEpilogue" "Major::k, RowsEpilogue" "Major::mn,
   anabranch_hopper_instance(rows_product_${name} rows_product "launch_rows_product<${arguments}>"
                             "const RowsProduct&, TileChoice")
 endforeach()
-foreach(columns plain gated interleaved)
-  anabranch_hopper_instance(fp8_up_${columns} fp8_up "launch_fp8_up<HiddenColumns::${columns}>" "const Fp8Up&")
-  anabranch_hopper_instance(fp8_hidden_gradient_${columns} fp8_hidden_gradient
-                            "launch_fp8_hidden_gradient<HiddenColumns::${columns}>" "const Fp8HiddenGradient&")
+foreach(layout ungated gated interleaved)
+  anabranch_hopper_instance(fp8_up_${layout} fp8_up "launch_fp8_up<GateUpLayout::${layout}>" "const Fp8Up&")
+  anabranch_hopper_instance(fp8_intermediate_gradient_${layout} fp8_intermediate_gradient
+                            "launch_fp8_intermediate_gradient<GateUpLayout::${layout}>" "const Fp8IntermediateGradient&")
 endforeach()
 foreach(epilogue RowsEpilogue ScaleBiasEpilogue)
   anabranch_hopper_instance(fp8_rows_product_${epilogue} fp8_rows_product "launch_fp8_rows_product<${epilogue}>"

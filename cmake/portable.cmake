@@ -22,5 +22,5 @@ endfunction()
 
 anabranch_portable_instances(up "const Up&" main small)
 anabranch_portable_instances(rows_product "const RowsProduct&" main small)
-anabranch_portable_instances(hidden_gradient "const HiddenGradient&" main small)
+anabranch_portable_instances(intermediate_gradient "const IntermediateGradient&" main small)
 anabranch_portable_instances(weight_gradient "const WeightGradient&, const SegmentBounds&, const SegmentList&" main)

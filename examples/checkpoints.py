@@ -86,14 +86,14 @@ class Checkpoints:
 
         Args:
           items_of: returns the items of a step's checkpoint as trees of arrays or jax.ShapeDtypeStruct, the read
-          targets.
+            targets.
 
         Returns:
-          (its step, the items as attributes).
+          (the checkpoint's step, the items as attributes).
 
         Raises:
-          RunError: no checkpoint is complete; with several processes, which do not know what the others can read: the
-            newest is not.
+          RunError: no checkpoint is complete. With several processes: the newest is not complete, because a process
+            does not know which ones the others can read.
         """
         damaged: dict[int, str] = {}
         steps = sorted(self._manager.all_steps(), reverse=True)
@@ -105,20 +105,20 @@ class Checkpoints:
                 damaged[step] = cause(error)
                 continue
             for other, why in damaged.items():
-                aside = self._put_aside(other)
+                renamed = self._rename_damaged(other)
                 print(
-                    f"The checkpoint of step {other} cannot be read ({why}) and was renamed to {aside}. "
+                    f"The checkpoint of step {other} cannot be read ({why}) and was renamed to {renamed}. "
                     f"Resuming from step {step}.",
                     file=sys.stderr,
                 )
             return step, restored
-        told = "; ".join(f"step {step}: {why}" for step, why in damaged.items())
+        reasons = "; ".join(f"step {step}: {why}" for step, why in damaged.items())
         advice = self._advice
         if len(damaged) < len(steps):
             advice = f"A single process would try the older ones. {advice}"
-        raise RunError(f"could not read any checkpoint in {self.folder} ({told}). {advice}")
+        raise RunError(f"could not read any checkpoint in {self.folder} ({reasons}). {advice}")
 
-    def _put_aside(self, step: int) -> Path:
+    def _rename_damaged(self, step: int) -> Path:
         """Renames the checkpoint of that step; returns its path."""
         path = self.folder / f"{DAMAGED}{step}"
         with as_run_error(f"could not rename the damaged checkpoint of step {step} in {self.folder}"):

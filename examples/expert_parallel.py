@@ -13,7 +13,7 @@ import pathlib
 import sys
 
 from launch import join
-from mesh import ask_for_devices, make_mesh, parse_mesh
+from mesh import make_mesh, parse_mesh, request_devices
 from run_error import RunError, needs, run_main
 
 D, F, E, K, BATCH, SEQ = 32, 64, 8, 2, 8, 16
@@ -80,7 +80,7 @@ def run(options: argparse.Namespace) -> None:
     """
     sizes = parse_mesh(options.mesh)
     if not join():
-        ask_for_devices(sizes)
+        request_devices(sizes)
     try:
         mesh = make_mesh(sizes)
     except ValueError as error:
@@ -137,8 +137,8 @@ def train(options: argparse.Namespace, mesh: jax.sharding.Mesh) -> None:
         graph, teacher = make(1)
         state = begin()
         # The optimiser's counter has no sharding of its own and is replicated.
-        everywhere = NamedSharding(mesh, PartitionSpec())
-        state = jax.tree.map(lambda a: a if a.ndim else jax.device_put(a, everywhere), state)
+        replicated = NamedSharding(mesh, PartitionSpec())
+        state = jax.tree.map(lambda a: a if a.ndim else jax.device_put(a, replicated), state)
         done = 0
         if options.checkpoint is not None:
             checkpoints = Checkpoints(

@@ -60,7 +60,7 @@ def _gpus(processes: int) -> list[str]:
 def launch(command: list[str], processes: int, devices: int, gpus: bool) -> int:
     """Runs Python's `command` in every process; returns the first nonzero exit status, or 0.
 
-    If one process fails, the others are ended, because they would wait for it.
+    If one process fails, the others are terminated, because they would wait for it.
 
     Raises:
       ValueError: CUDA_VISIBLE_DEVICES has fewer GPUs than processes.

@@ -5,7 +5,7 @@ Put this file on the Python path. Experts are a module of the layer's specificat
     experts = layer_spec.submodules.mlp.submodules.experts
     experts.module = AnabranchTEGroupedMLP  # replaces TEGroupedMLP; AnabranchGroupedMLP replaces GroupedMLP
 
-Parameters, their names and checkpoints stay Megatron's. Experts are gated with silu and have no biases; any other
+Parameters, their names and checkpoints are those of Megatron. Experts are gated with silu and have no biases; any other
 option that changes their result is an error. `use_fused_functions()` replaces the eight functions of TransformerEngine
 that `moe_router_fusion` and `moe_permute_fusion` call.
 """
@@ -29,7 +29,7 @@ EXPECTED = {
     "add_bias_linear": False,
     "delay_wgrad_compute": False,  # weight gradients are computed with the others
 }
-"""The required values of these options. Other relevant options have to have their defaults."""
+"""The required values of these options. Other relevant options must have their defaults."""
 
 IRRELEVANT = frozenset(
     # options of shapes and parameters, which the module determines
@@ -47,7 +47,7 @@ def check_config(config: Any, replaced: type) -> None:
     """Refuses a configuration for which `replaced` would compute other results.
 
     The relevant options are those that the source of `replaced` reads, and all quantisation options by name. This
-    includes options of a newer Megatron, which have to have their default values.
+    includes options of a newer Megatron, which must have their default values.
 
     Raises:
       ValueError: names the option, its value and what is expected.
@@ -89,7 +89,7 @@ class AnabranchGroupedMLP(GroupedMLP):
 class AnabranchTEGroupedMLP(TEGroupedMLP):
     """Megatron's TEGroupedMLP: one parameter per expert, which every call stacks.
 
-    `linear_fc1.weight0` [2F, D] and so on, `linear_fc2.weight0` [D, F] and so on.
+    Expert e has the parameters `linear_fc1.weight{e}` [2F, D] and `linear_fc2.weight{e}` [D, F].
     """
 
     def __init__(self, num_local_experts: int, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -138,9 +138,9 @@ FUSED_FUNCTIONS = {
 
 
 def use_fused_functions() -> None:
-    """Makes Megatron call our functions instead of TransformerEngine's, which need not be installed."""
+    """Makes Megatron call anabranch's functions instead of TransformerEngine's, which need not be installed."""
     for name, function in FUSED_FUNCTIONS.items():
         setattr(moe_utils, name, function)
-    if not moe_utils.HAVE_TE:  # Megatron then also lacks a name of a GEMM that it imports first
+    if not moe_utils.HAVE_TE:  # without TransformerEngine, moe_utils also lacks te_general_gemm
         moe_utils.te_general_gemm = None
         moe_utils.HAVE_TE = True

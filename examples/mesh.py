@@ -30,7 +30,7 @@ def parse_mesh(text: str) -> dict[str, int]:
     return sizes
 
 
-def ask_for_devices(sizes: dict[str, int]) -> None:
+def request_devices(sizes: dict[str, int]) -> None:
     """Makes JAX split the CPU into the mesh's devices; has to be called before JAX initialises devices."""
     import jax
 
@@ -41,13 +41,14 @@ def make_mesh(sizes: dict[str, int]) -> "jax.sharding.Mesh":
     """The mesh on its number of devices.
 
     Raises:
-      ValueError: there are fewer devices; or more in several processes, each of which needs a part of the mesh.
+      ValueError: there are fewer devices, or there are more and several processes, each of which needs a part of the
+        mesh.
     """
     import jax
 
-    wanted = math.prod(sizes.values())
-    if wanted > jax.device_count() or (jax.process_count() > 1 and wanted != jax.device_count()):
-        raise ValueError(f"--mesh: got {wanted} devices, expected {jax.device_count()}, the number of devices")
-    devices = jax.devices()[:wanted]
+    num_devices = math.prod(sizes.values())
+    if num_devices > jax.device_count() or (jax.process_count() > 1 and num_devices != jax.device_count()):
+        raise ValueError(f"--mesh: got {num_devices} devices, expected {jax.device_count()}, the number of devices")
+    devices = jax.devices()[:num_devices]
     types = (jax.sharding.AxisType.Auto,) * len(sizes)
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=types, devices=devices)

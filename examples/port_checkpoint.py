@@ -38,7 +38,7 @@ def prefix(layer: int) -> str:
 
 
 def write_checkpoint(path: Path, layers: int) -> None:
-    """Random layers in the form of a model's checkpoint."""
+    """Writes random layers in the form of a model's checkpoint."""
     rng = np.random.default_rng(0)
     shapes = {
         "router.weight": (E, D),
@@ -69,7 +69,7 @@ def loss(block: Block, x: jax.Array, target: jax.Array) -> jax.Array:
 
 
 def train_layer(source: Path, destination: Path, layer: int) -> tuple[Block, float, float]:
-    """One step on a layer of a checkpoint.
+    """Runs one training step on one layer of a checkpoint.
 
     Returns:
       (the layer's new arrays, its loss before, its loss after).

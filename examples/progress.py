@@ -10,7 +10,7 @@ ON_TERMINAL, IN_LOG = 0.2, 10.0
 
 
 class Progress(tqdm):
-    """tqdm, which rewrites its line on a terminal; elsewhere every update is a new line without a bar."""
+    """tqdm rewrites its line on a terminal; elsewhere this class prints every update as a new line without a bar."""
 
     def __init__(self, *arguments: Any, file: TextIO, **options: Any):
         if file.isatty():

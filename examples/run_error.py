@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 #: Maximum length of a printed cause.
-TOLD = 240
+MAX_LENGTH = 240
 
 
 class RunError(ValueError):
@@ -17,9 +17,9 @@ class RunError(ValueError):
 def cause(error: BaseException) -> str:
     """Type and first line of an error, shortened in its middle."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    told = ": ".join([type(error).__name__, *lines[:1]])
+    text = ": ".join([type(error).__name__, *lines[:1]])
     # The start says what failed, the end says why.
-    return told if len(told) <= TOLD else f"{told[: TOLD // 2]} ... {told[-TOLD // 2 :]}"
+    return text if len(text) <= MAX_LENGTH else f"{text[: MAX_LENGTH // 2]} ... {text[-MAX_LENGTH // 2 :]}"
 
 
 @contextlib.contextmanager

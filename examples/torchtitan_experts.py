@@ -5,12 +5,12 @@ Put this file on the Python path and name the override for the model's experts:
     torchrun ... -m torchtitan.train ... --override.imports torchtitan_experts.grouped_experts
 
 - `grouped_experts`: `GroupedExperts`, which most models have. Every call stacks the gate and up weights.
-- `fused_grouped_experts`: `GroupedExperts` with both in one parameter, as in torchtitan's own override of that name,
-  without the copy. Checkpoints are those of `GroupedExperts`.
+- `fused_grouped_experts`: `GroupedExperts` with both in one parameter, as in torchtitan's own override of that name;
+  it makes no copy. Checkpoints are those of `GroupedExperts`.
 - `gpt_oss_experts`: `GptOssGroupedExperts`.
 
-Names of parameters, initialisation, sharding, checkpoints and the use of bfloat16 stay torchtitan's. An override
-replaces exactly the class that it names: quantised experts (MXFP8, Float8) are subclasses and stay torchtitan's.
+Names of parameters, initialisation, sharding, checkpoints and the use of bfloat16 are those of torchtitan. An override
+replaces exactly the class that it names; quantised experts (MXFP8, Float8) are subclasses and are not replaced.
 """
 
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ from anabranch.torch import Activation, expert_ffn
 
 
 def _refuse_subclass(module: Any, expected: type) -> None:
-    """A quantised subclass replaces the grouped GEMM that torchtitan's experts call; ours do not call it."""
+    """Refuses a quantised subclass: it replaces the grouped GEMM of torchtitan's experts, which is not called here."""
     if type(module) is not expected:
         raise TypeError(f"experts: got {type(module).__qualname__}, expected {expected.__qualname__} and no subclass")
 

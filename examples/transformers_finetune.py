@@ -1,11 +1,11 @@
-"""Trains a Hugging Face Transformers model twice from the same start, with the library's experts and with ours.
+"""Trains a Hugging Face Transformers model twice from the same start, with its own experts and with anabranch's.
 
     pip install '.[transformers]'    # in the folder of the repository
     python examples/transformers_finetune.py
 
 The text is the source of Python's standard library. By default the model is a small random Qwen3-MoE over bytes;
 `--model` names a config.json, or a folder with a configuration and optionally weights and a tokenizer. The program
-prints both losses of every step, which agree to rounding, and the time per step of either run.
+prints both losses of every step, which agree up to rounding, and the time per step of each run.
 """
 
 import argparse
@@ -73,7 +73,7 @@ SMALL = dict(
     num_experts_per_tok=4,
     max_position_embeddings=4096,
 )
-#: Relative difference of losses that other roundings may cause in a few dozen steps.
+#: Relative difference of losses that rounding may cause in a few dozen steps.
 TOLERANCE = {"float32": 1e-3, "bfloat16": 2e-2}
 
 
@@ -132,7 +132,9 @@ def text_tokens(chosen: argparse.Namespace, vocab_size: int) -> np.ndarray:
     else:
         tokens = text
     if int(tokens.max()) >= vocab_size:
-        raise RunError(f"--model: got one of {vocab_size} tokens, expected more than {int(tokens.max())} for this text")
+        raise RunError(
+            f"--model: got a vocabulary of {vocab_size}, expected more than {int(tokens.max())} for this text"
+        )
     return tokens
 
 
@@ -144,7 +146,7 @@ def batches(chosen: argparse.Namespace, tokens: np.ndarray) -> Iterator[torch.Te
 
 
 def train(chosen: argparse.Namespace, model: PreTrainedModel, tokens: np.ndarray, name: str) -> Run:
-    """Trains a model in a plain loop."""
+    """Trains a model with AdamW."""
     wait: Callable[[], None] = torch.cuda.synchronize if model.device.type == "cuda" else lambda: None
     optimizer = torch.optim.AdamW(model.parameters(), lr=chosen.lr)
     run = Run([], [])
@@ -176,8 +178,9 @@ def report(chosen: argparse.Namespace, theirs: Run, ours: Run) -> None:
     times = [1000 * statistics.median(run.seconds[1:]) for run in (theirs, ours)]
     print(f"largest relative difference of losses: {max(differences):.1e}")
     print(f"a step takes {times[0]:.1f} ms with {chosen.beside}, {times[1]:.1f} ms with {OURS}")
-    if not max(differences) <= TOLERANCE[chosen.dtype]:
-        raise RunError(f"losses: got a difference of {max(differences):.1e}, expected {TOLERANCE[chosen.dtype]:.0e}")
+    tolerance = TOLERANCE[chosen.dtype]
+    if not max(differences) <= tolerance:
+        raise RunError(f"losses: got a difference of {max(differences):.1e}, expected at most {tolerance:.0e}")
 
 
 def main(chosen: argparse.Namespace) -> None:

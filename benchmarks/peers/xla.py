@@ -1,7 +1,6 @@
-"""Routing, plan, dispatch and the layer in plain JAX, as users write them."""
+"""Routing, plan and the layer in plain JAX, as users write them."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -42,30 +41,6 @@ def plan(experts: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, ja
     offsets = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
     row_of_slot = jnp.zeros_like(slot_of_row).at[slot_of_row].set(jnp.arange(keys.size, dtype=jnp.int32))
     return counts, offsets, row_of_slot.reshape(experts.shape), slot_of_row
-
-
-def dispatch(experts: jax.Array) -> dict[str, Callable[..., Any]]:
-    """Returns dispatch, combine and their backward passes for experts [T, K]; see `benchmarks.dispatch`."""
-    T, K = experts.shape
-    order = jnp.argsort(experts.reshape(-1), stable=True)
-    token = order // K
-
-    def combine(rows: jax.Array, weights: jax.Array) -> jax.Array:
-        weighted = rows.astype(jnp.float32) * weights.reshape(-1)[order][:, None]
-        return jax.ops.segment_sum(weighted, token, num_segments=T).astype(rows.dtype)
-
-    def combine_backward(d_out: jax.Array, rows: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
-        gathered = d_out[token].astype(jnp.float32)
-        d_rows = (gathered * weights.reshape(-1)[order][:, None]).astype(rows.dtype)
-        d_weights = jnp.zeros(T * K, jnp.float32).at[order].set((gathered * rows).sum(1), unique_indices=True)
-        return d_rows, d_weights.reshape(T, K)
-
-    return {
-        "dispatch": lambda x: x[token],
-        "dispatch backward": lambda rows: combine(rows, jnp.ones((T, K), jnp.float32)),
-        "combine": combine,
-        "combine backward": combine_backward,
-    }
 
 
 def network(

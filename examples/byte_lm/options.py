@@ -40,7 +40,7 @@ class Options:
     precision: str = _option(
         "experts", "highest", "precision of the experts' GEMMs; fp8: quantised operands", choices=tuple(NUMBERS)
     )
-    shared_experts: int = _option("experts", 0, "shared experts, which process every byte beside its K", 0)
+    shared_experts: int = _option("experts", 0, "shared experts, which process every byte besides its K experts", 0)
     score_function: str = _option(
         "experts", "softmax", "router's score function", choices=("softmax", "sigmoid", "sqrtsoftplus")
     )

@@ -43,7 +43,7 @@ def smooth(values: np.ndarray, width: int) -> np.ndarray:
 
 
 def draw_loss(path: Path, history: History, step_bytes: int, comparison: "Comparison | None") -> None:
-    """Bits per byte of the training batches and of held-out text, with the trigram's level if known."""
+    """Draws bits per byte of the training batches and of held-out text, with the trigram's level if known."""
     train, held_out = np.array(history.train_bits), np.array(history.held_out_bits)
     steps = np.arange(1, len(train) + 1)
     measured = np.isfinite(held_out)
@@ -80,7 +80,7 @@ def draw_loss(path: Path, history: History, step_bytes: int, comparison: "Compar
 
 
 def draw_comparison(path: Path, runs: Mapping[str, Mapping[str, Any]]) -> None:
-    """Bits per byte of several runs: smoothed curves for the training text, points for held-out windows.
+    """Draws bits per byte of several runs: smoothed curves for the training text, points for held-out windows.
 
     Args:
       runs: `curves` of a run's summary.json, by the name in the legend.
@@ -116,7 +116,7 @@ def shares(loads: np.ndarray, columns: int) -> np.ndarray:
 
 
 def draw_loads(path: Path, history: History, topk: int) -> None:
-    """One map per layer: the load of each expert (rows) over the steps (columns), as a multiple of the fair share."""
+    """Draws one map per layer: the load of each expert (rows) over the steps (columns), in fair shares."""
     loads = np.array(history.loads)
     steps, layers, experts = loads.shape
     share = shares(loads, COLUMNS)

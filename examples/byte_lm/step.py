@@ -20,7 +20,7 @@ from mesh import parse_mesh
 
 
 class TrainState(NamedTuple):
-    """The inputs of the next step besides its batch.
+    """The inputs of the next step, except its batch.
 
     Attributes:
       step: int32 scalar, steps done.
@@ -144,8 +144,8 @@ class Program:
     def logits(self, state: TrainState, tokens: jax.Array) -> jax.Array:
         """float32 [1, S, 256]: logits of the byte after each of `tokens` [1, S]."""
         sizes = parse_mesh(self.options.mesh)
-        everywhere = jnp.broadcast_to(tokens, (sizes["data"] * sizes["expert"], tokens.shape[1]))
-        return nnx.merge(self.graph, state.params, state.router)(everywhere)[0][:1]
+        repeated = jnp.broadcast_to(tokens, (sizes["data"] * sizes["expert"], tokens.shape[1]))  # once per shard
+        return nnx.merge(self.graph, state.params, state.router)(repeated)[0][:1]
 
 
 def _model(options: Options) -> ByteLM:

@@ -51,13 +51,13 @@ def run(options: Options, start: str = "auto") -> "Run":
 def _run(options: Options, start: str, corpus: Corpus) -> "Run":
     folder = RunFolder(options.out)
     try:
-        this = Run.begin(options, start, corpus, folder)
+        current = Run.begin(options, start, corpus, folder)
         with StopRequest() as stop:
-            this.train(stop)
-        this.finish()
+            current.train(stop)
+        current.finish()
     finally:
         folder.close()
-    return this
+    return current
 
 
 @dataclasses.dataclass
@@ -65,9 +65,9 @@ class Run:
     """A run in progress.
 
     Attributes:
-      options, corpus, folder, program: its inputs.
-      state: after the steps done so far.
-      history: of those steps.
+      options, corpus, folder, program: the run's inputs.
+      state: the training state after the steps done so far.
+      history: the measurements of these steps.
     """
 
     options: Options

@@ -65,7 +65,7 @@ class Array {
 
   std::vector<T>& host() { return host_; }
   const std::vector<T>& host() const { return host_; }
-  // Both libraries take this struct: only the pointer in the view differs.
+  // Both libraries accept this struct: only the pointer in the view differs.
   const ab_tensor* view(bool device) const { return device ? &device_view_ : &host_view_; }
 
   void upload(cudaStream_t stream) {
@@ -116,7 +116,7 @@ struct Arrays {
         slot_of_row{T * K},
         dropped{},
         d_logits{T, E} {}
-  Array<float> logits, d_weights;  // d_weights: stands for the gradient from the experts
+  Array<float> logits, d_weights;  // d_weights replaces the gradient from the experts
   Array<int32_t> num_tokens;
   Array<float> weights;
   Array<int32_t> experts, tokens_per_expert;
@@ -215,12 +215,13 @@ bool agrees(const char* name, const Array<T>& array) {
   return wrong == 0;
 }
 
-int64_t number(const char* name, const char* text, int64_t most) {
+int64_t number(const char* name, const char* text, int64_t max_value) {
   int64_t value = 0;
   const char* end = text + std::strlen(text);
   const auto [stop, error] = std::from_chars(text, end, value);
-  if (error != std::errc() || stop != end || value < 1 || value > most) {
-    std::fprintf(stderr, "%s: got %s, expected an integer from 1 to %lld\n", name, text, static_cast<long long>(most));
+  if (error != std::errc() || stop != end || value < 1 || value > max_value) {
+    std::fprintf(stderr, "%s: got %s, expected an integer from 1 to %lld\n", name, text,
+                 static_cast<long long>(max_value));
     std::exit(1);
   }
   return value;

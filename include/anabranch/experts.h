@@ -5,7 +5,7 @@
  *
  * The rows of one expert are contiguous: group_sizes[e] rows per expert, in device memory. Negative sizes count as 0
  * and sizes past R are clipped, so no content of group_sizes causes an access out of bounds. Rows past the sum of
- * the sizes are zero in every output, unless skip_rest says that nobody reads them, and contribute to no gradient.
+ * the sizes are zero in every output, unless skip_rest is set because nobody reads them, and contribute to no gradient.
  *
  * Floating-point tensors named x, w, y, h and their gradients have one dtype: float32, bfloat16 or float16.
  * Cotangents (d_y, d_out) and weights of rows may have any of the three. GEMMs accumulate in float32. bfloat16 GEMMs
@@ -179,7 +179,7 @@ typedef struct ab_grouped_matmul_combine_args {
   const ab_tensor* x;           /* [R, D]; e4m3 if x_scales is given */
   const ab_tensor* w;           /* [E, D, N]; with transpose_w [E, N, D]; may be NULL if w_q is given, which is read
                                  * instead */
-  const ab_tensor* group_sizes; /* [E, N], the dtype of rows, or NULL */
+  const ab_tensor* group_sizes; /* [E] int32 */
   const ab_tensor* bias;        /* [E, N] of the dtype of rows, or NULL */
   const ab_tensor* slot_of_row; /* [R] int32 */
   const ab_tensor* row_of_slot; /* [T, K] int32 */

@@ -9,7 +9,10 @@ from anabranch import bench
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one of the commands; returns the exit status: 2 for a wrong argument, 1 for any other failure."""
+    """Runs a command and returns its exit status.
+
+    0: success; 2: a wrong argument; 130: interrupted; 141: nobody reads standard output; 1: any other failure.
+    """
     try:
         try:
             return _run(argv)
@@ -19,7 +22,7 @@ def main(argv: list[str] | None = None) -> int:
         print("anabranch: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of standard output is gone, as in `| head`. Python would complain again when it exits.
+        # The reader of standard output is gone, as in `| head`. Without this, Python reports the error again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 

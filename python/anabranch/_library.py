@@ -111,7 +111,7 @@ def load() -> ctypes.CDLL:
             library = ctypes.CDLL(str(path))
         except OSError as second:
             raise LibraryError(f"{path}: {second}") from second
-    return _with_symbols(library, ("ab_describe", *HANDLERS, *WORKSPACE_BOUNDS))
+    return with_symbols(library, ("ab_describe", *WORKSPACE_BOUNDS))
 
 
 def on_cuda(name: str) -> str:
@@ -123,8 +123,8 @@ def on_cuda(name: str) -> str:
     return name.replace("ab_", "ab_cuda_", 1)
 
 
-def _with_symbols(library: ctypes.CDLL, names: Sequence[str]) -> ctypes.CDLL:
-    """Returns the library if it has these functions; otherwise it is another library or another version."""
+def with_symbols(library: ctypes.CDLL, names: Sequence[str]) -> ctypes.CDLL:
+    """Returns the library if it has these functions; raises LibraryError if it is another library or version."""
     missing = [name for name in names if not hasattr(library, name)]
     if missing:
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -147,7 +147,7 @@ def load_cuda() -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise LibraryError(f"{path}: {error}") from error
-    return _with_symbols(library, tuple(map(on_cuda, ("ab_describe", *HANDLERS, "ab_experts_path"))))
+    return with_symbols(library, tuple(map(on_cuda, ("ab_describe", "ab_experts_path"))))
 
 
 def _facts(describe: Any) -> dict[str, str]:
@@ -162,7 +162,7 @@ def describe() -> dict[str, str]:
 
 
 def describe_cuda() -> dict[str, str]:
-    """Facts from the CUDA library: version, cuda, driver and one line per device; or error, the reason for none."""
+    """Facts from the CUDA library: version, cuda, driver and one line per device, or `error` if there is no device."""
     return _facts(load_cuda().ab_cuda_describe)
 
 

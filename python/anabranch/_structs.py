@@ -32,7 +32,8 @@ class Exec(ctypes.Structure):
 
 KINDS = {"i": ctypes.c_int32, "f": ctypes.c_float, "t": ctypes.POINTER(Tensor)}
 
-#: The fields of ab_NAME_args behind `size`, in order: "i:" int32, "f:" float and "t:" tensors, each with names.
+#: The fields of ab_NAME_args after `size`, in order. A prefix gives the type of the names after it: "i:" int32, "f:"
+#: float, "t:" pointer to a tensor.
 _FIELDS = {
     "router_forward": "i:topk,score_function,normalize,num_groups,group_topk f:scaling_factor "
     "t:logits,expert_bias,token_mask,forced_experts,weights,experts,tokens_per_expert,score_sum,lse,probs,routing_map,"

@@ -29,7 +29,7 @@ NAMES = (
     "situ",
 )
 PLAIN = NAMES[:7]
-"""Activations of one input."""
+"""Activations with one input."""
 
 _ALIASES = {"swish": "silu"}
 _DEFAULTS = {"swiglu_oai": (1.702, 7.0), "situ": (4.0, 25.0)}
@@ -87,7 +87,7 @@ class Activation:
 
     @classmethod
     def glu(cls, act: str) -> "Activation":
-        """act(g) u, or act(h) in an ungated expert. `act`: a plain name, which alone means the same activation."""
+        """act(g) u, or act(h) in an ungated expert. `act`: one of `PLAIN`, or "swish"; `activation=act` is the same."""
         name = _ALIASES.get(act, act) if isinstance(act, str) else act
         if name not in PLAIN:
             raise ValueError(f"act: got {shown(act)}, expected one of {', '.join(map(repr, (*PLAIN, *_ALIASES)))}")
@@ -170,8 +170,8 @@ def _gelu_tanh(h: np.ndarray) -> np.ndarray:
     return np.tanh(_GELU_SCALE * (h + _GELU_CUBIC * h**3))
 
 
-def _normal(h: np.ndarray) -> np.ndarray:
-    """Phi(h), the cumulative normal distribution."""
+def _normal_cdf(h: np.ndarray) -> np.ndarray:
+    """Phi(h), the cumulative distribution function of the standard normal distribution."""
     return np.vectorize(math.erfc, otypes=[float])(-h / np.sqrt(2)) / 2
 
 
@@ -183,7 +183,7 @@ def activation(h: npt.ArrayLike, name: str) -> np.ndarray:
     if name == "gelu":
         return h / 2 * (1 + _gelu_tanh(h))
     if name == "gelu_erf":
-        return h * _normal(h)
+        return h * _normal_cdf(h)
     if name == "quick_gelu":
         return h * _sigmoid(_QUICK_GELU_SCALE * h)
     if name == "relu":
@@ -205,7 +205,7 @@ def activation_gradient(h: npt.ArrayLike, name: str) -> np.ndarray:
         t = _gelu_tanh(h)
         return (1 + t) / 2 + h / 2 * (1 - t**2) * _GELU_SCALE * (1 + 3 * _GELU_CUBIC * h**2)
     if name == "gelu_erf":
-        return _normal(h) + h * np.exp(-(h**2) / 2) / np.sqrt(2 * np.pi)
+        return _normal_cdf(h) + h * np.exp(-(h**2) / 2) / np.sqrt(2 * np.pi)
     if name == "quick_gelu":
         s = _sigmoid(_QUICK_GELU_SCALE * h)
         return s * (1 + _QUICK_GELU_SCALE * h * (1 - s))
@@ -236,7 +236,7 @@ def gated_activation(g: npt.ArrayLike, u: npt.ArrayLike, act: str | Activation) 
 def gated_activation_gradients(
     g: npt.ArrayLike, u: npt.ArrayLike, act: str | Activation
 ) -> tuple[np.ndarray, np.ndarray]:
-    """(dphi/dg, dphi/du), one-sided from inside at a limit, 0 past it: float64, shape of g each."""
+    """(dphi/dg, dphi/du), float64, shape of g each. At a limit: the derivative from inside; past it: 0."""
     g, u, act = np.asarray(g, np.float64), np.asarray(u, np.float64), as_activation(act)
     inside, clamped = np.minimum(g, act.limit), np.clip(u, -act.limit, act.limit)
     g_passes = np.where(g > act.limit, 0.0, 1.0)

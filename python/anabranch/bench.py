@@ -20,15 +20,16 @@ from anabranch import _packages
 from anabranch.checks import INDEX_LIMIT
 
 _DTYPES = {"float32": 4, "bfloat16": 2}
-_PRODUCT = {"cpu": 2048, "cuda": 8192}
+_MATRIX_SIZE = {"cpu": 2048, "cuda": 8192}
+"""Rows and columns of the matrices of the reference GEMM and copy, by device."""
 _BATCH_SECONDS, _REPEATS = 0.1, 7
 
-#: Forward, and forward and backward, a large product and a large copy by name; and what waits for such a result.
+#: The calls "forward", "forward and backward", "GEMM" and "copy", and a function that waits for a call's result.
 _Calls = tuple[dict[str, Callable[[], Any]], Callable[[Any], Any]]
 
 
 class BenchError(RuntimeError):
-    """This machine lacks what was asked for; the message says what."""
+    """This machine cannot run the requested benchmark; the message says why."""
 
 
 class ArgumentError(BenchError):
@@ -66,22 +67,23 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
         help="time and rate of the layer or the router on this machine",
-        description="Times the layer or the router, forward, and forward and backward. Rate: FLOP/s of the experts' "
-        "products, or GB/s of logits read and, backward, gradients written; share: of a large product of the same "
-        "framework and dtype, or of a large copy.",
+        description="Times the layer or the router: the forward pass, and the forward and backward pass. The rate of "
+        "the layer is the FLOP/s of the experts' GEMMs; that of the router is the GB/s of logits read and, in the "
+        "backward pass, gradients written. The share compares the rate with that of a large GEMM or copy of the same "
+        "framework and dtype.",
     )
     parser.add_argument("operation", choices=["layer", "router"])
-    parser.add_argument("--device", choices=list(_PRODUCT), default="cpu", help="default: cpu")
-    parser.add_argument("--through", choices=["jax", "torch"], help="default: jax, where it is installed")
+    parser.add_argument("--device", choices=list(_MATRIX_SIZE), default="cpu", help="default: cpu")
+    parser.add_argument("--through", choices=["jax", "torch"], help="framework (default: jax if it is installed)")
     parser.add_argument(
         "--shape",
         type=_sizes,
         metavar="T,D,F,E,K",
-        help="tokens, widths of the model and of an expert, experts, experts per token; the router ignores D and F. "
+        help="tokens, model width, expert width, experts, experts per token; the router ignores D and F. "
         + "Default: "
-        + "; ".join(f"{' on '.join(of)} {','.join(map(str, sizes))}" for of, sizes in _DEFAULTS.items()),
+        + "; ".join(f"{' on '.join(key)} {','.join(map(str, sizes))}" for key, sizes in _DEFAULTS.items()),
     )
-    parser.add_argument("--dtype", choices=list(_DTYPES), help="default: float32, on a GPU bfloat16")
+    parser.add_argument("--dtype", choices=list(_DTYPES), help="default: float32 on a CPU, bfloat16 on a GPU")
     parser.add_argument("--json", metavar="FILE", help="also write the rows to FILE ('-': standard output, no table)")
 
 
@@ -89,8 +91,8 @@ def run(options: argparse.Namespace) -> int:
     """Times one operation and prints a line for each pass.
 
     Raises:
-      ArgumentError: --json can't be written.
-      BenchError: this machine lacks something.
+      ArgumentError: the file of --json can't be written.
+      BenchError: this machine cannot run the requested benchmark.
     """
     check_json(options.json)
     through = options.through or ("jax" if importlib.util.find_spec("jax") else "torch")
@@ -107,10 +109,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def check_json(file: str | None) -> None:
-    """Refuses a file of --json that can't be written, before anything takes its time.
+    """Checks that the file of --json can be written, before any measurement.
 
     Raises:
-      ArgumentError: it can't.
+      ArgumentError: the file can't be written.
     """
     if file not in (None, "-"):
         path = pathlib.Path(str(file))
@@ -134,18 +136,18 @@ def write_json(file: str | None, rows: dict[str, list[dict[str, Any]]]) -> None:
 def _rows(options: argparse.Namespace, through: str) -> Iterator[dict[str, Any]]:
     device, sizes = options.device, options.shape or _DEFAULTS[options.operation, options.device]
     dtype = options.dtype or ("float32" if device == "cpu" else "bfloat16")
-    layer, size = options.operation == "layer", _PRODUCT[device]
+    layer, size = options.operation == "layer", _MATRIX_SIZE[device]
     try:
         calls, wait = (_jax if through == "jax" else _torch)(options.operation, sizes, dtype, device)
     except ImportError as error:
         raise BenchError(_packages.explain("bench", error)) from error
     times = {name: _seconds(call, wait) for name, call in calls.items()}
-    product, copy = times.pop("product"), times.pop("copy")
+    gemm, copy = times.pop("GEMM"), times.pop("copy")
     for name, (best, median) in times.items():
         passes = 1 if name == "forward" else 3
         if layer:
             work, scale, unit = passes * 6.0 * sizes.T * sizes.K * sizes.D * sizes.F, 1e9, "GFLOP/s"
-            ceiling = 2.0 * size**3 / product[0]
+            ceiling = 2.0 * size**3 / gemm[0]
         else:
             work, scale, unit = float(passes * sizes.T * sizes.E * _DTYPES[dtype]), 1e9, "GB/s"
             ceiling = 2.0 * size**2 * _DTYPES[dtype] / copy[0]
@@ -160,12 +162,12 @@ def _rows(options: argparse.Namespace, through: str) -> Iterator[dict[str, Any]]
             "rate": work / best / scale,
             "unit": unit,
             "share": work / best / ceiling,
-            "ceiling": "product" if layer else "copy",
+            "ceiling": "GEMM" if layer else "copy",
         }
 
 
 def _seconds(call: Callable[[], Any], wait: Callable[[Any], Any]) -> tuple[float, float]:
-    """The best and the median time of a call, by batches that end with the device's work."""
+    """The best and the median time of a call in seconds, over batches that end when the device has finished."""
     wait(call())
     samples, calls = [], 1
     for _ in range(_REPEATS):
@@ -187,7 +189,7 @@ def _jax(operation: str, sizes: _Sizes, dtype: str, device: str) -> _Calls:
     try:
         jax.config.update("jax_default_device", jax.devices(device)[0])
     except RuntimeError as error:
-        raise BenchError(f"--device: got {device}, which JAX does not find: {error}") from error
+        raise BenchError(f"--device: got {device}, expected a device that JAX finds: {error}") from error
     T, D, F, E, K = sizes
     keys = jax.random.split(jax.random.key(0), 5)
 
@@ -217,15 +219,15 @@ def _jax(operation: str, sizes: _Sizes, dtype: str, device: str) -> _Calls:
         output, pull = jax.vjp(forward, *given)
         return output, pull(cotangent)
 
-    square = normal(0, _PRODUCT[device], _PRODUCT[device])
-    given = {
+    square = normal(0, _MATRIX_SIZE[device], _MATRIX_SIZE[device])
+    functions = {
         "forward": (jax.jit(forward), operands),
         "forward and backward": (jax.jit(both), (cotangent, *operands)),
-        "product": (jax.jit(jnp.matmul), (square, square)),
+        "GEMM": (jax.jit(jnp.matmul), (square, square)),
         "copy": (jax.jit(jnp.negative), (square,)),
     }
     calls: dict[str, Callable[[], Any]] = {
-        name: functools.partial(function, *of) for name, (function, of) in given.items()
+        name: functools.partial(function, *arguments) for name, (function, arguments) in functions.items()
     }
     return calls, jax.block_until_ready
 
@@ -236,7 +238,7 @@ def _torch(operation: str, sizes: _Sizes, dtype: str, device: str) -> _Calls:
     from anabranch.torch import moe, route
 
     if device == "cuda" and not torch.cuda.is_available():
-        raise BenchError("--device: got cuda, and torch finds no GPU")
+        raise BenchError("--device: got cuda, expected cpu, because torch finds no GPU")
     T, D, F, E, K = sizes
     generator = torch.Generator(device).manual_seed(0)
 
@@ -269,11 +271,11 @@ def _torch(operation: str, sizes: _Sizes, dtype: str, device: str) -> _Calls:
         with torch.no_grad():
             output()
 
-    square = normal(_PRODUCT[device], _PRODUCT[device])
+    square = normal(_MATRIX_SIZE[device], _MATRIX_SIZE[device])
     calls = {
         "forward": forward,
         "forward and backward": lambda: torch.autograd.grad(output(), operands, cotangent),
-        "product": lambda: square @ square,
+        "GEMM": lambda: square @ square,
         "copy": lambda: -square,
     }
     return calls, lambda _: torch.cuda.synchronize() if device == "cuda" else None

@@ -41,7 +41,7 @@ def check_map_or_indices(routing_map: RoutingMapFormat, indices: str) -> None:
     """Refuses a routing map format together with the argument `indices`, which replaces the map by indices."""
     if routing_map is not RoutingMapFormat.BYTEMAP:
         raise ValueError(
-            f"routing_map_format: got {routing_map.name.lower()} together with {indices}, which asks for "
+            f"routing_map_format: got {routing_map.name.lower()} together with {indices}, which requests "
             "indices instead of a map, expected one of them"
         )
 
@@ -59,7 +59,7 @@ def check_histogram_mode(value: Any) -> None:
 
 
 def check_bins(histogram: Any) -> int:
-    """The number of bins of a `qb_histogram` [E, bins]."""
+    """The number of bins of a `qb_histogram` [E, bins]; raises ValueError if it is out of range."""
     num_experts, bins = histogram.shape
     if not 1 <= bins <= MOST_BINS or num_experts * bins >= checks.INDEX_LIMIT:
         raise ValueError(

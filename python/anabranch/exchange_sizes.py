@@ -16,7 +16,7 @@ class ExchangeSizes:
 
     Attributes:
       ranks: P; experts: E; align_size: as for `plan`; tokens: T per rank; topk: K.
-      slots_per_token: the assignments of one token that can go to one rank: min(K, E/P), or K if experts may repeat.
+      slots_per_token: the most assignments of one token to one rank: min(K, E/P), or K if experts may repeat.
       capacity: the number of assignments that a rank accepts; None: all.
     """
 
@@ -35,7 +35,7 @@ class ExchangeSizes:
 
     @property
     def pair_slots(self) -> int:
-        """The most assignments that one rank can send to one other."""
+        """The most assignments that one rank can send to another."""
         slots = self.tokens * self.slots_per_token
         return slots if self.capacity is None else min(slots, self.capacity)
 
@@ -47,7 +47,7 @@ class ExchangeSizes:
 
     @property
     def region(self) -> int:
-        """Rows of the buffer region for one rank: the most that one rank can have for another."""
+        """Rows of the buffer region for one rank: the most rows that one rank can send to another."""
         return num_rows_needed(self.pair_slots, self.local_experts, self.align_size)
 
     def rows(self, transport: str) -> int:
@@ -64,14 +64,14 @@ class ExchangeSizes:
         raise ValueError(f"transport: got {transport!r}, expected 'ring', 'all_to_all' or 'ragged'")
 
     def check(self, transport: str, too_many: Callable[[Any], bool] = lambda number: number >= INDEX_LIMIT) -> None:
-        """Raises ValueError unless int32 holds the counts and row indices of all ranks.
+        """Raises ValueError unless int32 can represent the counts and row indices of all ranks.
 
-        too_many: returns whether int32 can't hold a number, which may be symbolic.
+        too_many: returns whether int32 can't represent a number, which may be symbolic.
         """
         if too_many(self.ranks * self.tokens * self.topk):
             raise ValueError(
                 f"x: got {self.tokens} tokens with topk {self.topk} on each of {self.ranks} ranks, expected fewer than "
-                "2^31 slots of all ranks"
+                "2^31 slots over all ranks"
             )
         if too_many(rows := self.rows(transport)):
             raise ValueError(
@@ -81,21 +81,27 @@ class ExchangeSizes:
 
 
 def capacity_of(factor: float | None, tokens: int, topk: int, ranks: int, slots_per_token: int) -> int | None:
-    """The number of assignments that a rank accepts; None: all, also if the factor allows for more."""
+    """The number of assignments that a rank accepts; None if there is no factor or it allows for all assignments."""
     if factor is None or factor * topk >= ranks * slots_per_token:
         return None
     return math.ceil(factor * tokens * topk)
 
 
 def traffic(bounds: ExchangeSizes, itemsize: int, fp8_exchange: bool = False) -> dict[str, float]:
-    """Bytes that a rank sends per column of D in a forward pass, in both directions, by transport (docs/scaling.md).
+    """The traffic of a forward pass, in both directions (docs/scaling.md).
 
-    itemsize: bytes per element of x. fp8_exchange: tokens travel with 1 byte per element and 4 per block of 128.
+    Args:
+      bounds: the sizes of the exchange.
+      itemsize: bytes per element of x.
+      fp8_exchange: whether tokens are sent with 1 byte per element and 4 bytes per block of 128.
+
+    Returns:
+      The bytes that a rank sends per column of D, by transport.
     """
     b, others = bounds, bounds.ranks - 1
-    there = 1 + 4 / BLOCK if fp8_exchange else itemsize
+    token_bytes = 1 + 4 / BLOCK if fp8_exchange else itemsize
     return {
-        "ring": others * b.tokens * (there + itemsize),
-        "all_to_all": others * b.region * (there + itemsize),
-        "ragged": b.tokens * b.topk * others / b.ranks * (there + itemsize),
+        "ring": others * b.tokens * (token_bytes + itemsize),
+        "all_to_all": others * b.region * (token_bytes + itemsize),
+        "ragged": b.tokens * b.topk * others / b.ranks * (token_bytes + itemsize),
     }

@@ -35,7 +35,16 @@ def _torch() -> dict[str, str]:
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU alone"
     devices = ["cpu"]
     devices += [f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(torch.cuda.device_count())]
-    return {"torch built for": built, "torch devices": ", ".join(devices)}
+    return {"torch built for": built, "torch devices": ", ".join(devices), "torch operations": _torch_operations()}
+
+
+def _torch_operations() -> str:
+    """How torch's operations call the C libraries."""
+    try:
+        from anabranch.torch.binding import native
+    except (ImportError, _library.LibraryError) as error:
+        return f"none: {error}"
+    return f"through ctypes: {native.reason}" if native.native is None else native.native.describe()
 
 
 def _cuda() -> dict[str, str]:
@@ -81,6 +90,7 @@ def collect() -> dict[str, str]:
         "ANABRANCH_CUDA_PATH",
         "ANABRANCH_ISA",
         "ANABRANCH_BF16",
+        "ANABRANCH_TORCH_NATIVE",
         "OMP_NUM_THREADS",
         "OMP_WAIT_POLICY",
     )

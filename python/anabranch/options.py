@@ -150,9 +150,9 @@ def router_options(
             raise ValueError(f"topk: got {topk} with quantile balancing, expected fewer than the {num_experts} experts")
         if grouping[0]:
             raise ValueError(f"num_groups: got {grouping[0]} with quantile balancing, expected none")
-    groups, kept, score_topk = grouping
+    groups, chosen, score_topk = grouping
     return RouterOptions(
-        topk, score_function, normalize, groups, kept, scaling_factor, sequence_stats, score_topk, bins
+        topk, score_function, normalize, groups, chosen, scaling_factor, sequence_stats, score_topk, bins
     )
 
 
@@ -161,8 +161,8 @@ def _grouping(
 ) -> tuple[int, int, int]:
     """Checked (num_groups, group_topk, group_score_topk); 0 where unused."""
     groups = 0 if num_groups is None else checks.integer("num_groups", num_groups, -1, num_experts)
-    kept = 0 if group_topk is None else checks.integer("group_topk", group_topk, -1, num_experts)
-    if max(groups, 0) == 0 and max(kept, 0) == 0:
+    chosen = 0 if group_topk is None else checks.integer("group_topk", group_topk, -1, num_experts)
+    if max(groups, 0) == 0 and max(chosen, 0) == 0:
         if group_score_topk is not None:
             raise ValueError(f"group_score_topk: got {shown(group_score_topk)} without groups, expected None")
         return 0, 0, 0
@@ -172,19 +172,19 @@ def _grouping(
         )
     per_group = num_experts // groups
     if group_score_topk is None:
-        if not 1 <= kept <= groups or topk % kept or topk // kept > per_group:
+        if not 1 <= chosen <= groups or topk % chosen or topk // chosen > per_group:
             raise ValueError(
                 f"group_topk: got {group_topk}, expected 1 <= group_topk <= num_groups {groups}, a divisor of "
-                f"topk {topk}, and topk / group_topk <= {per_group} experts of a group"
+                f"topk {topk}, and topk / group_topk <= {per_group} experts per group"
             )
-        return groups, kept, 0
+        return groups, chosen, 0
     group_score_topk = checks.integer("group_score_topk", group_score_topk, 1, per_group)
-    if not 1 <= kept <= groups or topk > kept * per_group:
+    if not 1 <= chosen <= groups or topk > chosen * per_group:
         raise ValueError(
-            f"group_topk: got {group_topk}, expected 1 <= group_topk <= num_groups {groups}, and groups that hold "
-            f"topk {topk} experts"
+            f"group_topk: got {group_topk}, expected 1 <= group_topk <= num_groups {groups}, and topk {topk} <= "
+            f"group_topk * {per_group} experts per group"
         )
-    return groups, kept, group_score_topk
+    return groups, chosen, group_score_topk
 
 
 class Router(NamedTuple):
@@ -265,8 +265,8 @@ class Network(NamedTuple):
 
     def attributes(self) -> dict[str, Any]:
         """The options that the C library's feed-forward network takes in both passes."""
-        apart = ("weight_early", "w_in_layout", "w_out_layout")
-        return {name: value for name, value in self._asdict().items() if name not in apart}
+        python_only = ("weight_early", "w_in_layout", "w_out_layout")
+        return {name: value for name, value in self._asdict().items() if name not in python_only}
 
 
 def schema_of(options: type) -> str:
@@ -302,19 +302,19 @@ class ExpertsOptions:
     )
     precision: str = _option(
         "highest",
-        'how float32 operands of the experts\' GEMMs multiply, forward and backward. "highest": as float32; a GPU '
-        "multiplies 16-bit parts on tensor cores, with an error at float32's level. "
-        '"tf32": a GPU may round operands to TF32, each to within 2^-10 of its size; sums stay float32, and a CPU '
-        'computes as with "highest". Neither changes bfloat16, float16 or the logits. "fp8": x, w_in, w_out and the '
-        "intermediate activations are quantised to float8_e4m3fn as operands of the GEMMs, from any dtype, with one "
-        "scale per 128 elements of a row and per 128 x 128 block of a matrix; so are the operands of the gradient of "
-        "x. Gradients of the experts' matrices, the gate and all sums are not affected. D and F are multiples of 128; "
-        "on a GPU, which must have compute capability 9.0, x is bfloat16 or float16. `anabranch.choose_precision` "
-        "predicts whether FP8 is faster.",
+        'how the experts\' GEMMs, forward and backward, multiply float32 operands. "highest": as float32; a GPU '
+        "splits operands into 16-bit parts for tensor cores, with an error at float32's level. "
+        '"tf32": a GPU may round operands to TF32, with a relative error of at most 2^-10; sums stay float32, and a '
+        'CPU computes as with "highest". Neither affects bfloat16, float16 or the logits. "fp8": x, w_in, w_out and '
+        "the intermediate activations are quantised to float8_e4m3fn as operands of the GEMMs, from any dtype, with "
+        "one scale per 128 elements of a row and per 128 x 128 block of a matrix; so are the operands of the gradient "
+        "of x. Gradients of the experts' matrices, the gate and all sums are not affected. D and F are multiples of "
+        "128; on a GPU, which must have compute capability 9.0, x is bfloat16 or float16. "
+        "`anabranch.choose_precision` predicts whether FP8 is faster.",
     )
     fp8_scales: str = _option(
         "float32",
-        'with "fp8", how a block is scaled: "float32", by its largest absolute value / 448, or "power_of_two", by that '
+        'with "fp8", the scale of a block: "float32" is its largest absolute value / 448, "power_of_two" is that value '
         "rounded up to a power of two.",
     )
 
@@ -338,6 +338,15 @@ class ExpertsOptions:
     def layouts(self) -> Layouts:
         """The checked layouts of w_in and w_out."""
         return check_layouts(self.w_in_layout, self.w_out_layout)
+
+    def key(self) -> Any:
+        """The values with their types, for a cache: 2.0 and True are distinct from 2. It may be unhashable."""
+        key = self.__dict__.get("_key")
+        if key is None:
+            values = tuple(getattr(self, field.name) for field in dataclasses.fields(self))
+            key = values, tuple(map(type, values))
+            object.__setattr__(self, "_key", key)
+        return key
 
 
 def check_layouts(w_in_layout: Any, w_out_layout: Any) -> Layouts:

@@ -10,7 +10,7 @@ FP8 = 2
 #: ab_precision by name, the default first.
 NUMBERS = {"highest": HIGHEST, "tf32": TF32, "fp8": FP8}
 #: Precisions of GEMMs without experts' weights, which are never quantised.
-OF_DENSE = ("highest", "tf32")
+DENSE_PRECISIONS = ("highest", "tf32")
 #: ab_fp8_scales by name, the default first.
 FP8_SCALES = {"float32": 0, "power_of_two": 1}
 #: Side length of a block of elements that shares a scale.
@@ -28,8 +28,8 @@ def precision_number(value: Any) -> int:
 
 
 def dense_precision_number(value: Any) -> int:
-    """Converts the argument `precision` of a GEMM without experts' weights, one of `OF_DENSE`."""
-    return NUMBERS[choice("precision", value, OF_DENSE)]
+    """Converts the argument `precision` of a GEMM without experts' weights, one of `DENSE_PRECISIONS`."""
+    return NUMBERS[choice("precision", value, DENSE_PRECISIONS)]
 
 
 def dense_precision(value: str) -> str:
@@ -38,7 +38,7 @@ def dense_precision(value: str) -> str:
     >>> dense_precision("fp8"), dense_precision("tf32")
     ('highest', 'tf32')
     """
-    return value if value in OF_DENSE else "highest"
+    return value if value in DENSE_PRECISIONS else "highest"
 
 
 def fp8_scales_number(value: Any) -> int:

@@ -21,12 +21,14 @@ _TERA = 1e12
 #: Fitted to 18 layers of "The whole layer, bfloat16" and "FP8". Power limits both: cuBLAS reaches 670 to 690.
 RATE_16 = 674 * _TERA
 RATE_WEIGHT_GRADIENTS = 588 * _TERA
-#: Operations per second of FP8 GEMMs with a long contraction, and the contraction length that halves it. Fitted: "FP8".
+#: Operations per second of FP8 GEMMs with a long contraction, and the contraction length with half that rate. Fitted:
+#: "FP8".
 RATE_FP8 = 1052 * _TERA
 HALF_RATE_TERMS = 235
 #: Bytes per second of a copy: "Router, T = 65536, bfloat16".
 COPY = 4.29 * _TERA
-#: The fraction of an epilogue's bytes that no GEMM hides; fitted like the rates, 16 bits and FP8.
+#: The fraction of an epilogue's memory traffic that does not overlap with a GEMM, in 16 bits and FP8. Fitted like the
+#: rates.
 EPILOGUE_16 = 0.91
 EPILOGUE_FP8 = 0.55
 #: Bytes per second, read and written, of quantising weights (one orientation) and rows: "FP8".
@@ -89,6 +91,11 @@ def choose_precision(
       passes: the passes to predict: the forward pass alone, or both, as in a training step.
       width_shards: the number of devices over which D of the weights is divided.
 
+    Returns:
+      A `Choice`.
+
+    Source: the model of the run time in this module, fitted to the measurements in docs/performance.md.
+
     >>> qwen3 = LayerSize(32768, 2048, 768, 128, 8)
     >>> choice = choose_precision(qwen3, dtype="bfloat16", capability="9.0")
     >>> choice.precision, round(1e3 * choice.highest, 1), round(1e3 * choice.fp8, 1)
@@ -114,7 +121,7 @@ def why_not_fp8(size: LayerSize, dtype: str, capability: str | None, width_shard
     if dtype not in DTYPES:
         return f"x of {dtype}"
     if size.D % (BLOCK * width_shards) or size.F % BLOCK:
-        return f"D or F of a device is no multiple of {BLOCK}"
+        return f"D or F of a device is not a multiple of {BLOCK}"
     # No upper bound is checked: an H200 does not hold as many rows and scales as the kernels can count.
     return "" if min(size) > 0 else "an empty layer"
 
@@ -133,7 +140,7 @@ def _tile_rows(size: LayerSize) -> float:
     return touched * max(TILE_ROWS, size.T * size.K / touched + TILE_ROWS / 2)
 
 
-def _products(size: LayerSize, name: str) -> tuple[tuple[int, int, int, int], ...]:
+def _gemms(size: LayerSize, name: str) -> tuple[tuple[int, int, int, int], ...]:
     """For each GEMM with weights in a pass: its contraction length and columns, and the bytes per row that its epilogue
     reads and writes, in 16 bits and in FP8."""
     _, D, F, _, _, P = size
@@ -157,7 +164,7 @@ def seconds_in_16_bits(size: LayerSize, name: str, weight_bytes: int = 2) -> flo
     """Seconds of a pass over the experts with precision "highest". Float32 weights are rounded first."""
     rows, touched = _tile_rows(size), _touched(size)
     seconds = _same_in_both(size, name)
-    for terms, columns, epilogue, _ in _products(size, name):
+    for terms, columns, epilogue, _ in _gemms(size, name):
         multiplied = 2 * rows * terms * columns / RATE_16
         seconds += max(multiplied, 2 * touched * terms * columns / COPY)
         seconds += EPILOGUE_16 * size.T * size.K * epilogue / COPY
@@ -170,7 +177,7 @@ def seconds_in_fp8(size: LayerSize, name: str, weight_bytes: int = 2, *, kept: b
     T, D, F, E, K, P = size
     rows, touched = _tile_rows(size), _touched(size)
     seconds = _same_in_both(size, name) + 3 * T * D / QUANTIZE_ROWS + QUANTIZER  # x, or d_out
-    for terms, columns, _, epilogue in _products(size, name):
+    for terms, columns, _, epilogue in _gemms(size, name):
         padded_columns = -(-columns // TILE_COLUMNS_FP8) * TILE_COLUMNS_FP8
         multiplied = 2 * rows * (terms + HALF_RATE_TERMS) * padded_columns / RATE_FP8
         seconds += max(multiplied, touched * terms * columns / COPY)

@@ -9,7 +9,7 @@ from anabranch import checks
 def num_rows_needed(
     num_slots: int, num_experts: int, align_size: int = 0, smaller: Callable[[int, int], int] = min
 ) -> int:
-    """The rows that hold every assignment whatever the routing: floor((N + min(E, N) (a - 1)) / a) a.
+    """The number of rows that suffices for every routing: floor((N + min(E, N) (a - 1)) / a) a.
 
     a = max(align_size, 1). smaller: min, or a replacement that accepts symbolic sizes.
     """

@@ -13,7 +13,7 @@ from typing import Any
 #: Largest relative difference of a tensor in Frobenius norms: float32 sums in another order, then one rounding.
 BOUNDS = {"float32": 1e-5, "bfloat16": 2.0**-8}
 #: Bounds for a comparison with float64. They also cover the rounding of h, a and their gradients.
-BOUNDS_OF_ORACLE = {"float32": 1e-5, "bfloat16": 2.0**-7}
+ORACLE_BOUNDS = {"float32": 1e-5, "bfloat16": 2.0**-7}
 _CPU_DEVICES = 4
 
 Outcome = tuple[str, str, bool]
@@ -57,7 +57,7 @@ def layers_in_torch() -> Iterator[Outcome]:
     except _library.LibraryError:
         pass  # `info` reports it
     for device in devices:
-        for dtype, bound in BOUNDS_OF_ORACLE.items():
+        for dtype, bound in ORACLE_BOUNDS.items():
             try:
                 outcome = _layer_in_torch(device, dtype, bound)
             except RuntimeError as error:

@@ -15,7 +15,9 @@ struct ScoreSum {
   int64_t E = 0;
   TokenBlocks blocks{0, 0};
 
-  size_t workspace() const { return static_cast<size_t>(blocks.count() * E) * sizeof(float); }  // sums of each block
+  size_t workspace() const {
+    return static_cast<size_t>(blocks.count() * E) * sizeof(float);
+  }  // one row of sums per block
 };
 
 ab_status parse(const ab_score_sum_args* args, ScoreSum* op) {

@@ -50,7 +50,7 @@ ab_status launch_column_sums(const ColumnSums& call, cudaStream_t stream) {
   if (call.E == 0) return ok();  // avoids one block per sequence, of which there may be 2^31
   AB_RETURN_IF_ERROR(launch("score_sum", score_sum_kernel,
                             {call.tiles.count(), call.warps * kWarp, call.shared_bytes(), stream, true}, call));
-  return add_partials(call.tiles, call.E, call.partials, nullptr, call.sum, stream);
+  return add_block_statistics(call.tiles, call.E, call.partials, nullptr, call.sum, stream);
 }
 
 namespace {

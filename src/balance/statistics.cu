@@ -8,7 +8,7 @@ constexpr int kColumns = 8;              // per block: one 32-byte sector of a r
 constexpr int kRows = kWarp / kColumns;  // rows that a warp reads at once
 
 // Sums 8 columns of `blocks` rows: each thread sums every n-th row; then the sums are reduced over the lanes of a
-// column, and over the warps.
+// column and over the warps.
 template <class Total, class T>
 __device__ void add_columns(const T* partial, unsigned blocks, unsigned E, unsigned column, Total* shared, T* out) {
   const auto warps = static_cast<unsigned>(blockDim.x) / kWarp;
@@ -64,8 +64,8 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp)
 
 }  // namespace
 
-ab_status add_partials(const TokenTiles& tiles, int64_t E, const Partials& partials, int32_t* counts, float* sums,
-                       cudaStream_t stream) {
+ab_status add_block_statistics(const TokenTiles& tiles, int64_t E, const Partials& partials, int32_t* counts,
+                               float* sums, cudaStream_t stream) {
   if (counts == nullptr && sums == nullptr) return ok();
   if (tiles.blocks_per_sequence == 1) return ok();
   const int64_t strips = (E + kColumns - 1) / kColumns;

@@ -30,9 +30,9 @@ inline size_t place_partials(const TokenTiles& tiles, int64_t E, int32_t* counts
   return (counts != nullptr ? bytes : 0) + (sums != nullptr ? bytes : 0);
 }
 
-// Sums the blocks of each sequence: counts [B, E], sums [B, E], with float64 accumulators. Does nothing if each
-// sequence is one block. Writes zeros if there are no tokens.
-ab_status add_partials(const TokenTiles& tiles, int64_t E, const Partials& partials, int32_t* counts, float* sums,
-                       cudaStream_t stream);
+// Enqueues the sums over the blocks of each sequence: counts [B, E], and sums [B, E] with float64 accumulators. Does
+// nothing if each sequence is one block. Writes zeros if there are no tokens.
+ab_status add_block_statistics(const TokenTiles& tiles, int64_t E, const Partials& partials, int32_t* counts,
+                               float* sums, cudaStream_t stream);
 
 }  // namespace anabranch::cuda

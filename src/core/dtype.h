@@ -96,8 +96,8 @@ AB_INLINE Float16 from_float<Float16>(float value) {
 #endif
 }
 
-// As for float16, but rounds away 20 bits, and denormal results are multiples of 2^-9. Values above 448 saturate to
-// 448, as on GPUs; NaN becomes 0x7f.
+// Like the conversion to float16, but rounds away 20 bits, and denormal results are multiples of 2^-9. Values above 448
+// saturate to 448, as on GPUs; NaN becomes 0x7f.
 template <>
 AB_INLINE Float8E4M3 from_float<Float8E4M3>(float value) {
   const uint32_t bits = bits_of(value);

@@ -9,7 +9,7 @@
 
 namespace anabranch {
 
-// The elements of a float tensor, one by one, in float32; without a tensor every element is 1.
+// Reads the elements of a float tensor as float32. Without a tensor every element is 1.
 struct Floats {
   void* data = nullptr;
   int32_t dtype = 0;

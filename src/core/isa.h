@@ -14,11 +14,11 @@ namespace anabranch {
 
 enum class Isa { baseline = 0, avx2 = 1, avx512 = 2 };
 
-// The best set that this machine supports, limited by the environment variable ANABRANCH_ISA (baseline, avx2, avx512);
-// read once.
+// The best instruction set that this machine supports, limited by the environment variable ANABRANCH_ISA (baseline,
+// avx2, avx512), which is read once.
 Isa isa();
 
-// An error if the value of ANABRANCH_ISA is unknown.
+// Returns an error if ANABRANCH_ISA has an unknown value.
 ab_status check_isa();
 
 const char* isa_name(Isa isa);

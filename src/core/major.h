@@ -1,4 +1,4 @@
-// Which dimension of a GEMM operand is contiguous in memory.
+// The dimension of a GEMM operand that is contiguous in memory.
 #pragma once
 
 namespace anabranch::cuda {

@@ -40,7 +40,7 @@ AB_INLINE float square_root(float x) {
 #endif
 }
 
-// so ? a : b, without a branch around the operands: lanes seldom agree.
+// condition ? a : b without a branch, since lanes seldom agree.
 AB_INLINE float choose(bool condition, float a, float b) {
 #if defined(__CUDA_ARCH__)
   float r;

@@ -10,7 +10,7 @@
 
 namespace anabranch {
 
-// A set of dtypes, as bits.
+// A set of dtypes, one bit per dtype.
 using Dtypes = uint32_t;
 constexpr Dtypes dtype_bit(ab_dtype dtype) { return 1u << dtype; }
 constexpr Dtypes kFloat32 = dtype_bit(AB_FLOAT32);
@@ -23,7 +23,7 @@ constexpr Dtypes kAnyDtype = dtype_bit(AB_BOOL) | dtype_bit(AB_UINT8) | kIndices
 
 int64_t dtype_size(int32_t dtype);
 
-// An axis with its name in the documentation; size -1: any.
+// An axis with its name in the documentation. size -1: any size.
 struct Axis {
   const char* name;
   int64_t size = -1;
@@ -43,15 +43,15 @@ struct Order {
   uint8_t axes[AB_MAX_RANK];
 };
 
-// check_tensor() for a tensor that may have any of several orders; *found is the first one that fits. An axis of size 1
-// fits anywhere.
+// check_tensor() for a tensor that may have any of several orders; *match is the index of the first one
+// that fits. An axis of size 1 fits anywhere.
 ab_status check_ordered(const char* name, const ab_tensor* tensor, Dtypes dtypes, std::initializer_list<Axis> shape,
                         std::span<const Order> orders, size_t* match);
 
 // Checks the workspace in exec against the required size.
 ab_status check_workspace(const ab_exec* exec, size_t needed);
 
-// Returns the required size to a workspace query.
+// Writes the required size to *bytes, for a workspace query.
 ab_status report_workspace(size_t needed, size_t* bytes);
 
 template <class T>

@@ -23,7 +23,7 @@ class ThreadPool {
     Loop& loop;
     const int helpers;  // threads of the pool that may join
     int joined = 0;
-    int inside = 0;  // threads of the pool that have joined and not left
+    int inside = 0;  // threads of the pool that have joined and not yet left
     bool open = true;
     Job* next = nullptr;
     std::condition_variable left{};

@@ -50,7 +50,7 @@ int64_t now() { return std::chrono::nanoseconds(Clock::now().time_since_epoch())
 // kPause of the total time.
 constexpr int64_t kWakeUp = 200'000;  // ns
 constexpr int64_t kPause = 32;
-constexpr int64_t kLongestPause = 1'000'000'000;  // ns
+constexpr int64_t kMaxPause = 1'000'000'000;  // ns
 
 std::atomic<int64_t> pause_end{0};  // on Clock, ns
 
@@ -64,7 +64,7 @@ void run_region(Loop& loop, int threads, int64_t start) {
   }
   const int64_t end = now();
   const int64_t lost = end - start - worked;
-  if (lost > kWakeUp) pause_end = end + std::min(kPause * lost, kLongestPause);
+  if (lost > kWakeUp) pause_end = end + std::min(kPause * lost, kMaxPause);
 }
 
 }  // namespace

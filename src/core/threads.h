@@ -11,7 +11,7 @@ namespace anabranch {
 // Whether this process was forked from a process that had loaded the library. A child has none of its parent's threads.
 bool is_forked_child();
 
-// The number of threads of OpenMP, or the number of CPUs in a build without OpenMP.
+// OpenMP's default number of threads, or the number of CPUs in a build without OpenMP.
 int default_threads();
 
 // The number of threads that exec requests.

@@ -35,7 +35,7 @@ class Workspace {
     return start;
   }
 
-  // Larger than kMaxBytes if the sizes exceed any memory.
+  // The required size in bytes; larger than kMaxBytes if the sizes exceed any memory.
   size_t size() const { return size_; }
 
  private:

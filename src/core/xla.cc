@@ -53,7 +53,8 @@ std::string_view take_name(std::string_view& names) {
   return name;
 }
 
-// Reorders the axes of `view` as the entry of `name` in "NAME:ORDER,..." says; false if the order is invalid.
+// Reorders the axes of `view` according to the entry of `name` in "NAME:ORDER,...". Returns false if the order is
+// invalid.
 bool reorder(std::string_view orders, std::string_view name, View* view) {
   while (!orders.empty()) {
     const std::string_view entry = take_name(orders);
@@ -155,8 +156,8 @@ namespace {
 void prefer_huge_pages(void* memory, size_t bytes) {
 #ifdef __linux__
   constexpr uintptr_t kPage = 4096;
-  constexpr size_t kWorthIt = size_t{4} << 20;
-  if (bytes < kWorthIt) return;
+  constexpr size_t kMinBytes = size_t{4} << 20;
+  if (bytes < kMinBytes) return;
   const uintptr_t past_page = reinterpret_cast<uintptr_t>(memory) % kPage;
   char* begin = static_cast<char*>(memory) + (past_page == 0 ? 0 : kPage - past_page);
   const auto size = static_cast<size_t>(static_cast<char*>(memory) + bytes - begin);

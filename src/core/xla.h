@@ -31,10 +31,10 @@ struct Field {
   const char* name;
   size_t offset;
   FieldKind kind;
-  bool optional = false;  // an option that older programs do not name: 0 then
+  bool optional = false;  // 0 if an older program does not name it
 };
 
-// The fields of `type` that an operation takes. This is the only place that lists them.
+// A field of the args struct `type`, for the list of an operation's fields in its xla.cc.
 #define AB_TENSOR(type, name) \
   ::anabranch::xla::Field { #name, offsetof(type, name), ::anabranch::xla::FieldKind::tensor }
 #define AB_INT32(type, name) \
@@ -103,14 +103,14 @@ ffi::Error run(std::span<const Field> fields, ab_status (*function)(const Args*,
 // Memory for a workspace, 64-byte aligned, to be freed with std::free; nullptr on failure.
 void* allocate(size_t bytes);
 
-// Results are fresh memory: requests huge pages for large ones.
+// Requests huge pages for large results, which are freshly allocated memory.
 void prepare_results(const ffi::RemainingRets& results);
 
 struct FreeDeleter {
   void operator()(void* memory) const { std::free(memory); }
 };
 
-// Runs `function` on the CPU with decoded arguments and a temporary workspace; workspace nullptr: it needs none.
+// Runs `function` on the CPU with decoded arguments and a temporary workspace. workspace nullptr: it needs none.
 template <class Args>
 ffi::Error run(std::span<const Field> fields, ab_status (*function)(const Args*, const ab_exec*),
                std::type_identity_t<ab_status (*)(const Args*, const ab_exec*, size_t*)> workspace,

@@ -1,4 +1,4 @@
-// How loops over rows are divided between threads.
+// Divides loops over rows among threads.
 #pragma once
 
 #include <algorithm>
@@ -12,11 +12,12 @@ namespace anabranch {
 // thread.
 struct Blocks {
   static constexpr int64_t kBytes = 1 << 17;
-  // About 200 us of copying: waking another thread may take as long.
+  // Loops that move fewer bytes run on one thread: copying them takes about 200 us, and waking a thread may take as
+  // long.
   static constexpr int64_t kSerialBytes = 1 << 21;
 
   int64_t count;
-  int64_t bytes;  // of all items
+  int64_t bytes;  // total of all items
   int64_t size;
 
   Blocks(int64_t items, int64_t bytes_per_item)

@@ -1,5 +1,5 @@
 // Checked arguments of dispatch, combine, chunk sort and row_id_map. These functions make all checks of these calls;
-// plan.h has those of the plan.
+// plan.h declares those of the plan.
 #pragma once
 
 #include "anabranch/dispatch.h"

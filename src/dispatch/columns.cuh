@@ -1,5 +1,5 @@
-// How the columns of a row are distributed over warps: a warp processes four vectors per lane, interleaved over its
-// lanes. That is 2 KiB of a row with 16-byte accesses.
+// Distributes the columns of a row over warps. A warp processes four vectors per lane, interleaved over its lanes: 2
+// KiB of a row with 16-byte accesses.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,7 @@ struct Columns {
   static constexpr int kPart = kVectors * kStep;
 
   int64_t first;
-  int count;  // of vectors inside the row
+  int count;  // vectors inside the row
 
   __device__ __forceinline__ Columns(int64_t part, int64_t width) : first(part * kPart + lane_index() * N) {
     const int64_t remaining = width - first;
@@ -79,8 +79,8 @@ template <int kBytes>
 constexpr int kRowsInFlight = kBytes == kAccessBytes ? 2 : 4;
 
 // Calls f(X{}, Y{}, std::integral_constant<int, N>{}) with the row types of two tensors and the number of elements per
-// access: as many as 16 bytes of the larger type hold, if both tensors are aligned to that and `third`, of any float
-// type, to 16 bytes; else 1.
+// access. N is the number of elements of the larger type in 16 bytes if both tensors are aligned to N elements and
+// `third`, of any float type, to 16 bytes; else N = 1.
 template <class F>
 ab_status with_row_types(const Rows& x, const Rows& y, F&& f, const void* third = nullptr) {
   return with_float_type(x.dtype, [&]<class X>(X) {

@@ -9,8 +9,8 @@
 namespace anabranch {
 namespace {
 
-// Rows and weights of one token's slots that have a row. Each thread has one, in its own cache lines, because it is
-// written for every token.
+// The rows and weights of those slots of a token that have a row. Each thread has one, in its own cache lines, because
+// it is written for every token.
 struct TokenRows {
   int32_t* index;
   float* weights;

@@ -11,7 +11,7 @@
 namespace anabranch::cuda {
 namespace {
 
-// Blocks per SM. Leaves 96 registers per thread: sums, two rows in flight, addresses.
+// Blocks per SM. This leaves 96 registers per thread, for sums, two rows in flight and addresses.
 constexpr int kResidentBlocks = 5;
 
 // Prefetches the lane's part of addend[t]; `from` points at its first column.
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(PartsBlock::kThreads, kResidentBlocks)
       f(reinterpret_cast<const Addend*>(sum.addend.data) + t * sum.addend.D + columns.first);
     });
   };
-  // Prefetch only: the sums and the rows in flight leave no registers for the addend.
+  // Only prefetch the addend: the sums and the rows in flight leave no registers for it.
   with_addend([&](const auto* from) { prefetch_addend<N>(from, columns.count); });
 
   const auto add_rows = [&](int begin, int end, float weights) {
@@ -74,8 +74,8 @@ __global__ void __launch_bounds__(PartsBlock::kThreads, kResidentBlocks)
       Vectors<Row, N> loaded[kRows];
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        const bool there = begin + i < end;
-        loaded[i].load(from + (there ? rows[warp][begin + i] * width : 0), there ? columns.count : 0);
+        const bool in_bounds = begin + i < end;
+        loaded[i].load(from + (in_bounds ? rows[warp][begin + i] * width : 0), in_bounds ? columns.count : 0);
       }
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {

@@ -12,8 +12,8 @@ namespace {
 constexpr int kMaxWarps = 8;        // per block
 constexpr int kResidentBlocks = 3;  // per SM: 80 registers per thread
 
-// A token is processed by a team of `warps` warps of a block: one per part, up to kMaxWarps. If there are more parts,
-// the team makes several passes over the row.
+// A token is processed by a team of `warps` warps of a block: one per part, up to kMaxWarps. If there are more
+// parts, the team makes several passes over the row.
 struct Teams {
   int warps;   // per token
   int tokens;  // per block
@@ -75,10 +75,10 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp, kResidentBlocks)
       Vectors<Row, N> loaded[kRows];
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        const bool there = first + i < end;
-        loaded[i].load(from + (there ? rows[warp][first + i] * grid.width : 0), there ? columns.count : 0);
+        const bool in_bounds = first + i < end;
+        loaded[i].load(from + (in_bounds ? rows[warp][first + i] * grid.width : 0), in_bounds ? columns.count : 0);
       }
-      x.forget();  // else the compiler converts x before the loop and waits for it before it loads any row
+      x.forget();  // otherwise the compiler converts x before the loop, and waits for it before it loads any row
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         const int entry = first + i;

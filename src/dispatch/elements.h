@@ -12,7 +12,7 @@ struct Rows {
   char* data = nullptr;
   int32_t dtype = 0;
   int64_t D = 0;
-  int64_t bytes = 0;  // of one row
+  int64_t bytes = 0;  // per row
 
   Rows() = default;
   explicit Rows(const ab_tensor* tensor) {

@@ -29,11 +29,11 @@ struct Maps {
   AB_INLINE static bool is_index(int32_t value, int64_t size) { return value >= 0 && value < size; }
 };
 
-// Checks row_of_slot [T, K], with its axis named by K, and T*K < 2^31; T or K -1: any size.
+// Checks row_of_slot [T, K], whose second axis has the name and size of K, and T*K < 2^31. T or K.size = -1: any size.
 ab_status check_row_of_slot(const ab_tensor* row_of_slot, int64_t T, Axis K, Maps* maps);
 // Checks slot_of_row [R] and R < 2^31.
 ab_status check_slot_of_row(const ab_tensor* slot_of_row, Maps* maps);
-// T*K < 2^31 and R < 2^31: indices are int32.
+// Check T*K < 2^31 and R < 2^31, because indices are int32.
 ab_status check_num_slots(const char* name, int64_t T, int64_t K);
 ab_status check_num_rows(const char* name, int64_t R);
 

@@ -5,7 +5,7 @@
 //   place_slots      each block places its slots, 32 at a time in order
 //   compact_row_ids  compacts the row_id_map of each token, if one is requested
 //
-// plan_few.h handles calls with few slots.
+// plan_few_tokens.cu handles calls with few tokens in one kernel.
 #include "anabranch/cuda.h"
 #include "core/cuda/block_sum.cuh"
 #include "core/cuda/dynamic_memory.cuh"
@@ -15,7 +15,7 @@
 #include "core/tensor.h"
 #include "dispatch/lanes_with_same.cuh"
 #include "dispatch/plan.h"
-#include "dispatch/plan_few.h"
+#include "dispatch/plan_few_tokens.h"
 #include "dispatch/workspace_sizes.h"
 
 namespace anabranch::cuda {
@@ -81,8 +81,8 @@ constexpr int kScanColumns = 8;  // per block: one 32-byte sector of a row
 constexpr int kScanParts = kScanWarps * kWarp / kScanColumns;
 constexpr int kScanRows = 4;  // per part, in registers
 
-// A block scans 8 columns, with 8 lanes per row. Its parts, of kScanRows consecutive blocks of slots each, advance
-// together.
+// A block scans 8 columns, with 8 lanes per row. The blocks of slots are divided into parts of kScanRows consecutive
+// ones, which are scanned together.
 __global__ void __launch_bounds__(kScanWarps* kWarp) scan_blocks(const Plan plan) {
   __shared__ int32_t sums[kScanWarps][kScanColumns];
   wait_for_previous_kernel();
@@ -97,8 +97,8 @@ __global__ void __launch_bounds__(kScanWarps* kWarp) scan_blocks(const Plan plan
     int32_t sum = 0;
 #pragma unroll
     for (int i = 0; i < kScanRows; ++i) {
-      const bool there = begin + i < plan.blocks.count && column < columns;
-      counts[i] = there ? plan.counts[(begin + i) * columns + column] : 0;
+      const bool in_bounds = begin + i < plan.blocks.count && column < columns;
+      counts[i] = in_bounds ? plan.counts[(begin + i) * columns + column] : 0;
       sum += counts[i];
     }
     // Inclusive sum over the parts: first within the warp, then over the preceding warps.
@@ -216,7 +216,7 @@ __device__ void fill_padding(const Plan& plan, const Starts& starts) {
   }
 }
 
-// The next kBatch * 32 slots of a warp.
+// The experts and ranks of the next kBatch * 32 slots of a warp.
 struct Ranks {
   int32_t experts[kBatch];
   int32_t ranks[kBatch];
@@ -369,7 +369,7 @@ ab_status ab_cuda_plan(const ab_plan_args* args, const ab_exec* exec) {
   AB_RETURN_IF_ERROR(cuda::parse(args, exec->workspace, &plan, &bytes));
   AB_RETURN_IF_ERROR(check_workspace(exec, bytes));
   const cudaStream_t stream = cuda::stream_of(exec);
-  if (cuda::fits_plan_few(plan.call)) return cuda::plan_few(plan.call, plan.expert_bits, stream);
+  if (cuda::fits_few_tokens(plan.call)) return cuda::plan_few_tokens(plan.call, plan.expert_bits, stream);
   const size_t E = static_cast<size_t>(plan.call.E);
   const int threads = plan.blocks.warps * cuda::kWarp;
   AB_RETURN_IF_ERROR(cuda::launch("plan: count_slots", cuda::count_slots,

@@ -1,4 +1,4 @@
-// Checked arguments of the plan, and the layout of the groups of rows.
+// Checked arguments of the plan, and the regions that groups of rows are clipped to.
 #pragma once
 
 #include <cstdint>

@@ -8,7 +8,7 @@
 namespace anabranch::cuda {
 namespace {
 
-constexpr int64_t kMaxClearing = 2048;  // in blocks
+constexpr int64_t kMaxClearing = 2048;  // blocks that clear rows
 
 __global__ void __launch_bounds__(PartsBlock::kThreads) clear_slots(const Maps maps) {
   let_next_kernel_start();

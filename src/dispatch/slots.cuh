@@ -9,7 +9,7 @@
 namespace anabranch::cuda {
 
 struct SlotList {
-  static constexpr int kBatch = 4;  // reads of 32 slots that are in flight together
+  static constexpr int kBatch = 4;  // concurrent reads of 32 slots each
   static constexpr int kCapacity = (kBatch + 1) * kWarp;
 };
 

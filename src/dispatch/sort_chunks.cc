@@ -71,7 +71,7 @@ ab_status ab_sort_chunks(const ab_sort_chunks_args* args, const ab_exec* exec) {
   const Blocks blocks(sort.R, 2 * sort.x.bytes);
   parallel_for(blocks.threads(exec), blocks.blocks(), [&](int64_t block, int) {
     int64_t row = blocks.begin(block);
-    // the chunk that contains `row`: the last one that begins at or before it
+    // Find the chunk that contains `row`: the last one that begins at or before it.
     int64_t chunk = std::upper_bound(starts.unsorted, starts.unsorted + sort.S + 1, row) - starts.unsorted - 1;
     for (const int64_t end = blocks.end(block); row < end; ++chunk) {
       const int64_t count = std::min(end, starts.unsorted[chunk + 1]) - row;

@@ -10,14 +10,14 @@
 namespace anabranch::cuda {
 namespace {
 
-constexpr int kPlaceThreads = 1024;  // threads
+constexpr int kPlaceThreads = 1024;  // of the block that computes the starts
 
 // The first row of each chunk on the unsorted and on the sorted side, in the workspace. Chunk S is the tail, which
 // keeps its position.
 struct Starts {
   int32_t* unsorted;  // [S+1]
   int32_t* sorted;    // [S+1]
-  int32_t* named_at;  // [S] the first position in the order that names the chunk; S: none
+  int32_t* named_at;  // [S] the first index into sorted_indices that names the chunk; S: none
 
   Starts(const ChunkSort& sort, void* workspace)
       : unsorted(static_cast<int32_t*>(workspace)), sorted(unsorted + sort.S + 1), named_at(sorted + sort.S + 1) {}
@@ -55,9 +55,9 @@ __global__ void __launch_bounds__(kPlaceThreads) place_chunks(const ChunkSort so
   for (int64_t begin = 0; begin < S; begin += kPlaceThreads) {
     const int64_t i = begin + threadIdx.x;
     const int32_t chunk = i < S ? sort.order[i] : -1;
-    const bool places = Maps::is_index(chunk, S) && starts.named_at[chunk] == i;
-    const int64_t start = place_next(places ? starts.size(chunk) : 0, &rows);
-    if (places) starts.sorted[chunk] = static_cast<int32_t>(start);
+    const bool is_first = Maps::is_index(chunk, S) && starts.named_at[chunk] == i;
+    const int64_t start = place_next(is_first ? starts.size(chunk) : 0, &rows);
+    if (is_first) starts.sorted[chunk] = static_cast<int32_t>(start);
   }
   for (int64_t begin = 0; begin < S; begin += kPlaceThreads) {
     const int64_t chunk = begin + threadIdx.x;
@@ -82,7 +82,7 @@ __device__ __forceinline__ int64_t last_at_most(const int32_t* values, int64_t c
   return low;
 }
 
-// Bytes is a Word; a row has `width` of them.
+// Moves rows of `width` words. Bytes: a Word.
 template <class Bytes>
 __global__ void __launch_bounds__(PartsBlock::kThreads)
     move_rows(const ChunkSort sort, const Starts starts, const int64_t width, const int64_t parts) {

@@ -1,4 +1,4 @@
-// Common code of the kernels that copy tokens to rows.
+// Shared code of the kernels that copy tokens to rows.
 #pragma once
 
 #include "core/cuda/launch.h"

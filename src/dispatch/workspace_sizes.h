@@ -1,4 +1,4 @@
-// How the plan divides slots into blocks on CUDA, and the sizes of the workspaces of this folder's CUDA operations.
+// The division of the plan's slots into blocks on CUDA, and the workspace sizes of this folder's CUDA operations.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ struct SlotBlocks {
 
   int warps = 0;               // per block, in the kernels that have counters per warp
   int64_t slots_per_warp = 0;  // a multiple of kSlotsPerWarp
-  int64_t count = 0;           // of blocks
+  int64_t count = 0;           // number of blocks
 
   SlotBlocks() = default;
   SlotBlocks(int64_t slots, int64_t E) : warps(E <= 2048 ? kMaxWarps : 2) {
@@ -27,12 +27,12 @@ struct SlotBlocks {
   }
 };
 
-// The counters of every block, and their totals.
+// Bytes for the counters of every block, and their totals.
 inline size_t plan_bytes(const SlotBlocks& blocks, int64_t E) {
   return static_cast<size_t>((blocks.count + 1) * (E + 1)) * sizeof(int32_t);
 }
 
-// The first rows of S chunks and of the tail on both sides, and the position that names each chunk.
+// Bytes for the first rows of S chunks and of the tail on both sides, and for the index that names each chunk.
 constexpr size_t sort_chunks_bytes(int64_t S) { return static_cast<size_t>(3 * S + 2) * sizeof(int32_t); }
 
 }  // namespace anabranch::cuda

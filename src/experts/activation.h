@@ -92,7 +92,7 @@ AB_INLINE SigmoidAt sigmoid_and_complement(float x) {
   return {x < 0.0f ? small : large, x < 0.0f ? large : small};
 }
 
-// h sigmoid(x).
+// h * sigmoid(x).
 AB_INLINE float times_sigmoid(float h, float x) {
 #if defined(__CUDA_ARCH__)
   // Scale numerator and denominator by 1/4: 1 / (1 + exp(-x)) must not be denormal, reciprocal() would flush it to 0.

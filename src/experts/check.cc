@@ -58,7 +58,7 @@ ab_status check_unused(const char* name, const ab_tensor* tensor, const char* wh
 
 int64_t axis(const ab_tensor* tensor, int i) { return tensor->shape[i]; }
 
-// Quantised values and their scales must come together.
+// Requires quantised values and their scales together.
 ab_status check_quantized(const char* name, const ab_tensor* q, std::initializer_list<Axis> shape,
                           const char* scales_name, const ab_tensor* scales, std::initializer_list<Axis> scales_shape) {
   if (q == nullptr && scales == nullptr) return ok();
@@ -66,7 +66,7 @@ ab_status check_quantized(const char* name, const ab_tensor* q, std::initializer
   return check_tensor(scales_name, scales, kFloat32, scales_shape);
 }
 
-// Scales are required for e4m3 tensors and refused for all others.
+// Requires scales for e4m3 tensors and refuses them for all others.
 ab_status check_scales_of(const char* name, const ab_tensor* tensor, const char* scales_name, const ab_tensor* scales,
                           std::initializer_list<Axis> scales_shape) {
   if (tensor != nullptr && tensor->dtype == AB_FLOAT8_E4M3) {
@@ -149,7 +149,7 @@ ab_status check_gradient_of_out(const ab_tensor* tensor, Dtypes dtypes, const Ff
 }
 
 // Checks b_in [E, P, F], h [R, P, F] and tensors of these shapes: P and F are stored in the order of W_in.
-ab_status check_hidden(const char* name, const ab_tensor* tensor, Dtypes dtypes, Axis rows, const FfnSizes& s) {
+ab_status check_intermediate(const char* name, const ab_tensor* tensor, Dtypes dtypes, Axis rows, const FfnSizes& s) {
   constexpr Order kSideBySide{{0, 1, 2}};
   constexpr Order kInterleaved{{0, 2, 1}};
   if (tensor == nullptr) return ok();
@@ -386,9 +386,9 @@ ab_status check(const ab_grouped_matmul_combine_args* args, CombinedSizes* s) {
   AB_RETURN_IF_ERROR(check_flag("backward", args->backward));
   AB_RETURN_IF_ERROR(check_optional("addend", args->addend, kFloats, {{"T", s->T}, {"N", s->N}}));
   AB_RETURN_IF_ERROR(check_tensor("out", args->out, kFloats, {{"T", s->T}, {"N", s->N}}));
-  const ab_tensor* of_rows = args->x->dtype == AB_FLOAT8_E4M3 ? args->out : args->x;
-  s->rows_dtype = of_rows->dtype;
-  return check_optional("bias", args->bias, dtype_of(of_rows), {{"E", s->E}, {"N", s->N}});
+  const ab_tensor* dtype_source = args->x->dtype == AB_FLOAT8_E4M3 ? args->out : args->x;
+  s->rows_dtype = dtype_source->dtype;
+  return check_optional("bias", args->bias, dtype_of(dtype_source), {{"E", s->E}, {"N", s->N}});
 }
 
 ab_status check(const ab_grouped_matmul_dw_args* args, GroupedSizes* s) {
@@ -419,12 +419,12 @@ ab_status check(const ab_expert_ffn_forward_args* args, FfnSizes* s) {
   }
   AB_RETURN_IF_ERROR(check_quantized_rows("x_q", args->x_q, "x_scales", args->x_scales, *s));
   const Dtypes dtype = dtype_of(*s);
-  AB_RETURN_IF_ERROR(check_hidden("b_in", args->b_in, dtype, {"E", s->E}, *s));
+  AB_RETURN_IF_ERROR(check_intermediate("b_in", args->b_in, dtype, {"E", s->E}, *s));
   if (has_down) AB_RETURN_IF_ERROR(check_tensor("y", args->y, dtype, {{"R", s->R}, {"D", s->D}}));
   if (!is_fp8(*args)) AB_RETURN_IF_ERROR(check_unused("a_scales", args->a_scales, kWithoutFp8));
   AB_RETURN_IF_ERROR(check_optional("a", args->a, is_fp8(*args) ? dtype | kE4m3 : dtype, {{"R", s->R}, {"F", s->F}}));
   AB_RETURN_IF_ERROR(check_scales_of("a", args->a, "a_scales", args->a_scales, {{"R", s->R}, {"F/128", blocks(s->F)}}));
-  return check_hidden("h", args->h, dtype, {"R", s->R}, *s);
+  return check_intermediate("h", args->h, dtype, {"R", s->R}, *s);
 }
 
 ab_status check(const ab_expert_ffn_backward_args* args, FfnSizes* s) {
@@ -445,10 +445,10 @@ ab_status check(const ab_expert_ffn_backward_args* args, FfnSizes* s) {
     AB_RETURN_IF_ERROR(check_quantized("dh_q", args->dh_q, {{"R", s->R}, {"P", s->P}, {"F", s->F}}, "dh_scales",
                                        args->dh_scales, {{"R", s->R}, {"P", s->P}, {"F/128", blocks(s->F)}}));
   }
-  AB_RETURN_IF_ERROR(check_hidden("h", args->h, dtype, {"R", s->R}, *s));
+  AB_RETURN_IF_ERROR(check_intermediate("h", args->h, dtype, {"R", s->R}, *s));
   if (args->h == nullptr) {
-    const bool dx_takes_dh = args->dx_rows != nullptr && args->dh_q == nullptr;
-    const bool needs_dh = dx_takes_dh || args->d_w_in != nullptr || args->d_b_in != nullptr;
+    const bool dx_needs_dh = args->dx_rows != nullptr && args->dh_q == nullptr;
+    const bool needs_dh = dx_needs_dh || args->d_w_in != nullptr || args->d_b_in != nullptr;
     if ((needs_dh && args->dh == nullptr) || (args->d_w_out != nullptr && args->weighted_a == nullptr)) {
       return AB_INVALID("h: got NULL, expected [R, P, F], or %s from an earlier call",
                         needs_dh && args->dh == nullptr ? "dh" : "weighted_a");
@@ -474,11 +474,11 @@ ab_status check(const ab_expert_ffn_backward_args* args, FfnSizes* s) {
   } else {
     AB_RETURN_IF_ERROR(check_optional("d_weights", args->d_weights, kFloat32, {{"R", s->R}}));
   }
-  AB_RETURN_IF_ERROR(check_hidden("dh", args->dh, dtype, {"R", s->R}, *s));
+  AB_RETURN_IF_ERROR(check_intermediate("dh", args->dh, dtype, {"R", s->R}, *s));
   AB_RETURN_IF_ERROR(check_optional("weighted_a", args->weighted_a, dtype, {{"R", s->R}, {"F", s->F}}));
   AB_RETURN_IF_ERROR(check_optional("dx_rows", args->dx_rows, dtype, {{"R", s->R}, {"D", s->D}}));
   AB_RETURN_IF_ERROR(check_gradient_of_in(args->d_w_in, gradients, *s));
-  AB_RETURN_IF_ERROR(check_hidden("d_b_in", args->d_b_in, dtype, {"E", s->E}, *s));
+  AB_RETURN_IF_ERROR(check_intermediate("d_b_in", args->d_b_in, dtype, {"E", s->E}, *s));
   AB_RETURN_IF_ERROR(check_gradient_of_out(args->d_w_out, gradients, *s));
   return check_optional("d_b_out", args->d_b_out, dtype, {{"E", s->E}, {"D", s->D}});
 }

@@ -56,7 +56,7 @@ struct FfnSizes {
   int64_t slots() const { return T * K; }
 
   // The index of a column of a part among the P F columns of an intermediate row.
-  AB_INLINE int64_t hidden_column(int64_t part, int64_t column) const {
+  AB_INLINE int64_t intermediate_column(int64_t part, int64_t column) const {
     return layout.interleaved ? column * P + part : part * F + column;
   }
 };

@@ -1,4 +1,4 @@
-// Column chunks of row results that are summed per token as they are computed: how many columns a chunk has.
+// The number of columns per chunk, for rows that are computed and summed per token in chunks of columns.
 #pragma once
 
 #include <algorithm>
@@ -22,10 +22,10 @@ inline int64_t chunk_columns(int64_t R, int64_t E, int64_t N, int64_t D, bool ba
   constexpr int64_t kSmallBuffer = int64_t{1} << 22;  // elements: below this, launches matter more than memory
   const bool in_w_in = !backward && R <= E * N;
   const double w = (in_w_in ? 2.0 : 1.0) * static_cast<double>(E) * static_cast<double>(D) * static_cast<double>(N);
-  const double room = std::max(w, static_cast<double>(kSmallBuffer)) / static_cast<double>(std::max<int64_t>(R, 1));
-  if (N < kMinColumns || room >= static_cast<double>(N)) return N;
+  const double columns = std::max(w, static_cast<double>(kSmallBuffer)) / static_cast<double>(std::max<int64_t>(R, 1));
+  if (N < kMinColumns || columns >= static_cast<double>(N)) return N;
   const int64_t tiles = (N + tile_columns - 1) / tile_columns;
-  const int64_t fitting = std::max(static_cast<int64_t>(room / static_cast<double>(tile_columns)), int64_t{1});
+  const int64_t fitting = std::max(static_cast<int64_t>(columns / static_cast<double>(tile_columns)), int64_t{1});
   const int64_t chunks = std::min((tiles + fitting - 1) / fitting, tiles / kMinTiles);
   return std::min((tiles + chunks - 1) / chunks * tile_columns, N);
 }

@@ -20,7 +20,7 @@ struct Cotangent {
 // The selection of the forward pass: [T, K] indices or a map of the experts.
 struct GivenSelection {
   const void* data = nullptr;
-  int32_t dtype = 0;  // dtype of indices
+  int32_t dtype = 0;  // dtype of the indices
   MapFormat format = MapFormat::indices;
 };
 
@@ -56,7 +56,7 @@ struct RouterBackward {
 };
 
 struct RouterBackwardKernels {
-  // d_logits of the tokens begin <= t < end, all of sequence `sequence`.
+  // Computes d_logits of the tokens begin <= t < end, all of which belong to sequence `sequence`.
   void (*run)(const RouterBackward& op, int64_t sequence, int64_t begin, int64_t end, void* scratch);
   // Bytes of scratch memory of one call.
   size_t (*scratch_size)(const RouterBackward& op);

@@ -20,7 +20,7 @@ struct RouterForward {
   int32_t num_groups = 0;  // 0: no groups
   int32_t group_topk = 0;
   int32_t group_score_topk = 0;   // number of experts whose sum is the score of a group
-  bool groups_by_logits = false;  // sum their logits; else their biased scores
+  bool groups_by_logits = false;  // group scores sum logits; else biased scores
   float scaling_factor = 1.0f;
 
   const void* logits = nullptr;
@@ -38,7 +38,7 @@ struct RouterForward {
   void* probs = nullptr;  // dtype of the logits
   void* routing_map = nullptr;
   MapFormat map_format = MapFormat::none;
-  int32_t map_dtype = 0;  // dtype of indices
+  int32_t map_dtype = 0;  // dtype of the indices
   float* aux_scores = nullptr;
 
   bool needs_weights = false;    // weights or probs

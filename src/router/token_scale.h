@@ -1,4 +1,4 @@
-// Values that the CUDA forward kernels save per token, in a workspace, for the histogram of quantile balancing.
+// Values that the CUDA forward kernels save per token, in the workspace, for the histogram of quantile balancing.
 #pragma once
 
 #include <cstddef>

@@ -98,11 +98,11 @@ TEST(CombineAddend, ComesAfterTheRowsAndBeforeTheOneRounding) {
     return (*out)[0];
   };
   // 1 + 2^24 rounds to 2^24 in float32, so an addend that is added before or between the rows would be lost.
-  Tensor<float> wide({1, 1});
-  EXPECT_EQ(combined({0x1p24f, -0x1p24f}, 1.0f, &wide), 1.0f);
+  Tensor<float> float32_out({1, 1});
+  EXPECT_EQ(combined({0x1p24f, -0x1p24f}, 1.0f, &float32_out), 1.0f);
   // bfloat16 has a spacing of 2^-7 above 1. If the sum of the rows were rounded first, the result would stay 1.
-  Tensor<uint16_t> narrow({1, 1}, AB_BFLOAT16);
-  EXPECT_EQ(combined({1.0f, 0x1p-8f}, 0x1p-9f, &narrow), from_float<BFloat16>(1.0f + 0x1p-7f).bits);
+  Tensor<uint16_t> bfloat16_out({1, 1}, AB_BFLOAT16);
+  EXPECT_EQ(combined({1.0f, 0x1p-8f}, 0x1p-9f, &bfloat16_out), from_float<BFloat16>(1.0f + 0x1p-7f).bits);
 }
 
 TEST(CombineAddend, MayBeTheResult) {

@@ -13,26 +13,26 @@ class FloatTensor {
  public:
   FloatTensor(const std::vector<int64_t>& shape, int32_t dtype)
       : dtype_(dtype),
-        wide_(dtype == AB_FLOAT32 ? shape : std::vector<int64_t>{0}),
-        narrow_(dtype == AB_FLOAT32 ? std::vector<int64_t>{0} : shape, dtype == AB_FLOAT32 ? AB_BFLOAT16 : dtype) {}
+        floats_(dtype == AB_FLOAT32 ? shape : std::vector<int64_t>{0}),
+        halves_(dtype == AB_FLOAT32 ? std::vector<int64_t>{0} : shape, dtype == AB_FLOAT32 ? AB_BFLOAT16 : dtype) {}
 
-  const ab_tensor* view() const { return dtype_ == AB_FLOAT32 ? wide_.view() : narrow_.view(); }
+  const ab_tensor* view() const { return dtype_ == AB_FLOAT32 ? floats_.view() : halves_.view(); }
   int32_t dtype() const { return dtype_; }
-  int64_t size() const { return dtype_ == AB_FLOAT32 ? wide_.size() : narrow_.size(); }
+  int64_t size() const { return dtype_ == AB_FLOAT32 ? floats_.size() : halves_.size(); }
   int64_t element_bytes() const { return dtype_ == AB_FLOAT32 ? 4 : 2; }
 
   float get(int64_t i) const {
     switch (dtype_) {
-      case AB_FLOAT32: return wide_[i];
-      case AB_BFLOAT16: return to_float(BFloat16{narrow_[i]});
-      default: return to_float(Float16{narrow_[i]});
+      case AB_FLOAT32: return floats_[i];
+      case AB_BFLOAT16: return to_float(BFloat16{halves_[i]});
+      default: return to_float(Float16{halves_[i]});
     }
   }
   void set(int64_t i, float value) {
     switch (dtype_) {
-      case AB_FLOAT32: wide_[i] = value; break;
-      case AB_BFLOAT16: narrow_[i] = from_float<BFloat16>(value).bits; break;
-      default: narrow_[i] = from_float<Float16>(value).bits; break;
+      case AB_FLOAT32: floats_[i] = value; break;
+      case AB_BFLOAT16: halves_[i] = from_float<BFloat16>(value).bits; break;
+      default: halves_[i] = from_float<Float16>(value).bits; break;
     }
   }
   void fill_normal(unsigned seed) {
@@ -60,8 +60,8 @@ class FloatTensor {
 
  private:
   int32_t dtype_;
-  Tensor<float> wide_;
-  Tensor<uint16_t> narrow_;
+  Tensor<float> floats_;
+  Tensor<uint16_t> halves_;
 };
 
 // Returns the largest relative error of rounding to a dtype.

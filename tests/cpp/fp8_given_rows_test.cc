@@ -10,12 +10,12 @@ struct GivenRows {
 
   explicit GivenRows(const QuantizedNetwork& net) : x(net.x.view(), net.kind), d_out(net.d_out.view(), net.kind) {}
 
-  void give(ab_expert_ffn_forward_args* args) const {
+  void pass_to(ab_expert_ffn_forward_args* args) const {
     args->x = nullptr;
     args->x_q = x.q.view();
     args->x_scales = x.scales.view();
   }
-  void give(ab_expert_ffn_backward_args* args) const {
+  void pass_to(ab_expert_ffn_backward_args* args) const {
     args->d_out_q = d_out.q.view();
     args->d_out_scales = d_out.scales.view();
   }
@@ -27,11 +27,11 @@ TEST(Fp8, QuantisedRowsMatchQuantisingInTheCall) {
     want.compute();
     const GivenRows rows(net);
     for (ab_expert_ffn_forward_args args : {net.up_and_down(), net.up()}) {
-      rows.give(&args);
+      rows.pass_to(&args);
       EXPECT_OK(QuantizedNetwork::run(args));
     }
     ab_expert_ffn_backward_args args = net.backward_all();
-    rows.give(&args);
+    rows.pass_to(&args);
     EXPECT_OK(QuantizedNetwork::run(args));
     expect_same_results(net, want);
   }
@@ -69,7 +69,7 @@ TEST(Fp8, OnlyTheGemmReadsQuantisedCotangents) {
   args.b_out = nullptr;  // d_weights would contain <d_out, b_out>
   EXPECT_OK(QuantizedNetwork::run(args));
   const std::vector<float> d_weights = net.d_weights.values();
-  rows.give(&args);
+  rows.pass_to(&args);
   args.d_out = nothing.view();
   EXPECT_OK(QuantizedNetwork::run(args));
   EXPECT_EQ(net.dh.values(), want.dh.values());

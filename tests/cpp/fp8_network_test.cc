@@ -248,48 +248,48 @@ TEST(Fp8, CombinedSumsMatchTheRows) {
 // bfloat16 operands give the same quantised `a` as float32 operands of equal values: `a` is quantised from float32 and
 // rounded to bfloat16 only where it is saved. dh is rounded before it is quantised.
 TEST(Fp8, AIsQuantisedFromFloat32AndDhFromItsDtype) {
-  QuantizedNetwork wide(2, AB_FP8_SCALES_FLOAT32);
-  Network<uint16_t> narrow(wide.T, wide.K, wide.D, wide.P, wide.F, wide.group_sizes.values(),
-                           wide.slot_of_row.values());
-  narrow.precision = AB_PRECISION_FP8;
-  const auto widen = [](const Tensor<uint16_t>& from, Floats& to) {
+  QuantizedNetwork net32(2, AB_FP8_SCALES_FLOAT32);
+  Network<uint16_t> net16(net32.T, net32.K, net32.D, net32.P, net32.F, net32.group_sizes.values(),
+                          net32.slot_of_row.values());
+  net16.precision = AB_PRECISION_FP8;
+  const auto to_float32 = [](const Tensor<uint16_t>& from, Floats& to) {
     for (int64_t i = 0; i < from.size(); ++i) to[i] = to_float(BFloat16{from[i]});
   };
-  widen(narrow.x, wide.x);
-  widen(narrow.w_in, wide.w_in);
-  widen(narrow.b_in, wide.b_in);
-  widen(narrow.w_out, wide.w_out);
-  widen(narrow.b_out, wide.b_out);
-  widen(narrow.d_out, wide.d_out);
-  wide.compute();
-  const Bytes a_q = e4m3({wide.R, wide.F}), dh_q = e4m3({wide.R, wide.P, wide.F});
-  const Floats a_scales({wide.R, wide.F / kBlock}), dh_scales({wide.R, wide.P, wide.F / kBlock});
-  ab_expert_ffn_forward_args up = narrow.forward_args();
+  to_float32(net16.x, net32.x);
+  to_float32(net16.w_in, net32.w_in);
+  to_float32(net16.b_in, net32.b_in);
+  to_float32(net16.w_out, net32.w_out);
+  to_float32(net16.b_out, net32.b_out);
+  to_float32(net16.d_out, net32.d_out);
+  net32.compute();
+  const Bytes a_q = e4m3({net32.R, net32.F}), dh_q = e4m3({net32.R, net32.P, net32.F});
+  const Floats a_scales({net32.R, net32.F / kBlock}), dh_scales({net32.R, net32.P, net32.F / kBlock});
+  ab_expert_ffn_forward_args up = net16.forward_args();
   up.y = up.w_out = up.b_out = up.weights = nullptr;
   up.a = a_q.view();
   up.a_scales = a_scales.view();
   EXPECT_OK(QuantizedNetwork::run(up));
-  EXPECT_EQ(a_q.values(), wide.a_q.values());
-  EXPECT_EQ(a_scales.values(), wide.a_scales.values());
-  for (int64_t i = 0; i < wide.h.size(); ++i) ASSERT_EQ(narrow.h[i], from_float<BFloat16>(wide.h[i]).bits);
+  EXPECT_EQ(a_q.values(), net32.a_q.values());
+  EXPECT_EQ(a_scales.values(), net32.a_scales.values());
+  for (int64_t i = 0; i < net32.h.size(); ++i) ASSERT_EQ(net16.h[i], from_float<BFloat16>(net32.h[i]).bits);
 
-  ab_expert_ffn_backward_args backward = narrow.backward_args();
+  ab_expert_ffn_backward_args backward = net16.backward_args();
   backward.dh_q = dh_q.view();
   backward.dh_scales = dh_scales.view();
   EXPECT_OK(QuantizedNetwork::run(backward));
-  widen(narrow.dh, wide.dh);
-  const QuantizedMatrix dh = quantize(wide.dh.values(), wide.F, 1, AB_FP8_SCALES_FLOAT32);
+  to_float32(net16.dh, net32.dh);
+  const QuantizedMatrix dh = quantize(net32.dh.values(), net32.F, 1, AB_FP8_SCALES_FLOAT32);
   EXPECT_EQ(dh_q.values(), dh.q);
   EXPECT_TRUE(same_bits(dh_scales.values(), dh.scales));
 
   // dx_rows, computed from that dh, matches the one of float32 operands.
-  ab_expert_ffn_backward_args dx_args = wide.backward_all();
+  ab_expert_ffn_backward_args dx_args = net32.backward_all();
   dx_args.h = nullptr;
   dx_args.d_weights = nullptr;
   dx_args.dh_q = dx_args.dh_scales = nullptr;
   EXPECT_OK(QuantizedNetwork::run(dx_args));
-  for (int64_t i = 0; i < wide.dx_rows.size(); ++i) {
-    ASSERT_EQ(narrow.dx_rows[i], from_float<BFloat16>(wide.dx_rows[i]).bits);
+  for (int64_t i = 0; i < net32.dx_rows.size(); ++i) {
+    ASSERT_EQ(net16.dx_rows[i], from_float<BFloat16>(net32.dx_rows[i]).bits);
   }
 }
 

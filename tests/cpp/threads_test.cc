@@ -62,10 +62,10 @@ TEST(Fork, ChildRunsSerially) {
 }
 
 // Runs parallel_for on this program's own pool and checks that each index is visited once.
-void expect_loop(int threads, int64_t count, int most_helpers) {
+void expect_loop(int threads, int64_t count, int max_helpers) {
   std::vector<std::atomic<int>> done(static_cast<size_t>(count));
   parallel_for(threads, count, [&](int64_t i, int thread) {
-    EXPECT_LE(thread, most_helpers);
+    EXPECT_LE(thread, max_helpers);
     ++done[static_cast<size_t>(i)];
   });
   for (const std::atomic<int>& times : done) EXPECT_EQ(times, 1);

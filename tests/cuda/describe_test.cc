@@ -9,14 +9,14 @@
 namespace anabranch::testing {
 namespace {
 
-std::string lines_of_the_library() {
+std::string describe_library() {
   char text[8192];
   ab_cuda_describe(text, sizeof(text));
   return std::string("\n") + text;
 }
 
 TEST(Describe, ReturnsTheVersionsThatTheHeaderNames) {
-  const std::string lines = lines_of_the_library();
+  const std::string lines = describe_library();
   for (const char* key : {"\nversion=", "\ncuda=", "\ndriver="}) {
     EXPECT_NE(lines.find(key), std::string::npos) << "missing" << key << " in:" << lines;
   }
@@ -24,10 +24,10 @@ TEST(Describe, ReturnsTheVersionsThatTheHeaderNames) {
 
 struct LayersPath {
   const char* path = "none";
-  const char* why_not = nullptr;
+  const char* unsupported_reason = nullptr;
 
   LayersPath(int32_t dtype, int64_t D) {
-    EXPECT_OK(ab_cuda_experts_path(dtype, 64, 2, 8, D, 2, 48, 0, 0, 1, &path, &why_not));
+    EXPECT_OK(ab_cuda_experts_path(dtype, 64, 2, 8, D, 2, 48, 0, 0, 1, &path, &unsupported_reason));
   }
 };
 
@@ -36,7 +36,7 @@ using DescribeCuda = CudaTest;
 // Holds for any device and any value of ANABRANCH_CUDA_PATH.
 TEST_F(DescribeCuda, ALayerUsesTheFirstPathThatSupportsIt) {
   constexpr char kKey[] = "\nexperts on device 0=";
-  const std::string lines = lines_of_the_library();
+  const std::string lines = describe_library();
   const size_t at = lines.find(kKey);
   ASSERT_NE(at, std::string::npos) << lines;
   const size_t begin = at + sizeof(kKey) - 1;
@@ -45,9 +45,9 @@ TEST_F(DescribeCuda, ALayerUsesTheFirstPathThatSupportsIt) {
   const LayersPath wide(AB_FLOAT32, 32);
   const LayersPath odd(AB_BFLOAT16, 31);
   if (first == "hopper") {
-    EXPECT_EQ(LayersPath(AB_BFLOAT16, 32).why_not, nullptr);
-    EXPECT_STREQ(wide.why_not, "the dtype is not 16-bit");
-    EXPECT_STREQ(odd.why_not, "rows are not aligned or not whole 16-byte chunks");
+    EXPECT_EQ(LayersPath(AB_BFLOAT16, 32).unsupported_reason, nullptr);
+    EXPECT_STREQ(wide.unsupported_reason, "the dtype is not 16-bit");
+    EXPECT_STREQ(odd.unsupported_reason, "rows are not aligned or not whole 16-byte chunks");
   }
   const std::string next = first == "hopper" ? "portable" : first;
   EXPECT_EQ(wide.path, next);

@@ -1,5 +1,5 @@
 // Dispatch, combine and their backward passes on the GPU against the CPU. Results must have the same bits, except
-// d_weights: the two backends add up its dot last_d_weights in different orders.
+// d_weights: the two backends add up their dot products in different orders.
 #include <cmath>
 
 #include "dispatch_case.h"
@@ -80,7 +80,7 @@ TEST_F(DispatchCuda, EveryWidthDtypeAndAlignment) {
   }
 }
 
-// More columns than the warps of a block process at a time.
+// Rows have more columns than the warps of a block process at a time.
 TEST_F(DispatchCuda, WideRows) {
   for (const int64_t D : {5000, 7168, 8192, 8200, 9003, 20000}) {
     for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
@@ -382,7 +382,7 @@ class DeviceTensor {
   DeviceTensor& operator=(const DeviceTensor&) = delete;
 
   const ab_tensor* view() const { return &view_; }
-  // Copy the last elements from and to the host.
+  // Copy the last elements to or from the host.
   template <class T>
   void set_last(const std::vector<T>& values) const {
     EXPECT_CUDA(cudaMemcpy(end() - values.size() * sizeof(T), values.data(), values.size() * sizeof(T),

@@ -56,8 +56,8 @@ struct GroupedMatmul {
   Tensor<int32_t> sizes;
 };
 
-// Both backends round the same sum. The bound allows one rounding on each side, and an error of one unit in the last
-// place of D for each float32 addition.
+// Both backends round the same sum. The bound allows one rounding on each side and, for each of the D float32
+// additions, an error of 2^-21 relative to the typical magnitude of the sum, sqrt(D + 1).
 void compare(const Case& c, const FloatTensor& got, const FloatTensor& want) {
   const std::vector<int64_t> ends = ends_of(c.sizes, c.R);
   const double additions = static_cast<double>(c.D) * 0x1p-21 * std::sqrt(static_cast<double>(c.D) + 1);

@@ -53,8 +53,8 @@ TEST_F(FewRowsCuda, ManyExperts) {
   check_with_and_without_biases({std::vector<int32_t>(300, 1), 300, 64, 72, 2, 0, 0});
 }
 
-// Long sums over D, over F and, with the first layout, of the gradient. 8 or 16 warps share each, and the k-steps do
-// not divide evenly between them.
+// The sums over D, over F and, with the first layout, of the gradient are long. 8 or 16 warps share each, and the
+// k-steps do not divide evenly between them.
 TEST_F(FewRowsCuda, LongSums) {
   std::vector<int32_t> sizes(12);
   sizes[1] = 1;
@@ -78,7 +78,7 @@ TEST_F(FewRowsCuda, LongSums) {
   }
 }
 
-// Experts with padding rows, including whole row units of padding.
+// Experts have padding rows, including whole row units of padding.
 TEST_F(FewRowsCuda, PaddedExperts) {
   std::vector<int32_t> sizes(80);
   sizes[5] = 64;

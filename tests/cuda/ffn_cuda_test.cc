@@ -64,7 +64,7 @@ TEST_F(FfnCuda, WeightsLieInAnyLayout) {
   }
 }
 
-// Several tiles of 256 columns, and longer sums.
+// The weights span several tiles of 256 columns, and the sums are longer.
 TEST_F(FfnCuda, WeightsOfSeveralTilesLieInAnyLayout) {
   for (int layout = 1; layout < static_cast<int>(kLayouts.size()); ++layout) {
     for (const int64_t P : {1, 2}) {

@@ -62,7 +62,7 @@ TEST_F(Fp8Cuda, RowsHaveTheCpusBits) {
   }
 }
 
-// Weights [E, D, P, F] in every memory order.
+// Quantises weights [E, D, P, F] in every memory order.
 TEST_F(Fp8Cuda, WeightsHaveTheCpusBitsInEveryOrder) {
   constexpr int64_t E = 2, D = 256, P = 2, F = 384;
   const int64_t sizes[] = {E, D, P, F};

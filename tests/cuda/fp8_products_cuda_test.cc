@@ -236,7 +236,7 @@ TEST_F(Fp8ProductsCuda, ChunksOfColumnsMatchOneGemm) {
   }
 }
 
-// Only padding rows and no tokens, so there are no scales to read.
+// The call has only padding rows and no tokens, so there are no scales to read.
 TEST_F(Fp8ProductsCuda, AcceptsPaddingWithoutTokens) {
   constexpr int64_t E = 2, D = 256, P = 2, F = 128, R = 9, K = 2;
   const FloatTensor x({0, D}, AB_BFLOAT16), d_out({0, D}, AB_BFLOAT16);

@@ -186,7 +186,7 @@ TEST_F(GroupedMatmulCombineCuda, EveryWidthMatchesTwoOperations) {
   }
 }
 
-// So many rows that the operation itself chooses chunks.
+// There are so many rows that the operation itself chooses chunks.
 TEST_F(GroupedMatmulCombineCuda, ManyRowsRunInChunks) {
   const FfnCase c{{1000, 0, 7, 600}, 1700, 2880, 128, 2, 1700 / 4, 4};
   ASSERT_EQ(chunk_columns(c.R, c.E(), c.D, c.F, false), 1536);

@@ -34,7 +34,7 @@ class TiledNetwork {
         tile_(tile),
         multiprocessors_(multiprocessors),
         a_({c_.R, c_.F}, c_.dtype),
-        dots_({cuda::most_dot_parts(c_.F), c_.R}, AB_FLOAT32) {
+        dots_({cuda::max_dot_parts(c_.F), c_.R}, AB_FLOAT32) {
     const Layout& layout = net.layout();
     s_.T = c_.by_slot() ? c_.T : 0;
     s_.K = c_.K;
@@ -83,7 +83,7 @@ class TiledNetwork {
     if (c_.weighting == Weighting::early) up.weights = weights_;
     up.h = on_device(net_.h);
     up.a = a;
-    EXPECT_EQ(cuda::hopper::why_not(up), nullptr);
+    EXPECT_EQ(cuda::hopper::unsupported_reason(up), nullptr);
     EXPECT_OK(cuda::hopper::launch_gemm(up, tile_, multiprocessors_, nullptr));
     cuda::RowsProduct down = rows_product(a, w_out_, s_.layout.out_transposed, on_device(net_.y), c_.F, c_.D);
     down.bias = b_out_.data;
@@ -96,7 +96,7 @@ class TiledNetwork {
     const Floats weighted_a = on_device(a_);
     const Floats d_out = on_device(net_.d_out);
     const Floats dh = on_device(net_.dh);
-    cuda::HiddenGradient gradient;
+    cuda::IntermediateGradient gradient;
     describe(gradient);
     gradient.d_y = d_out;
     gradient.w_out = w_out_;
@@ -105,14 +105,14 @@ class TiledNetwork {
     gradient.dh = dh;
     gradient.weighted_a = weighted_a;
     gradient.dots = static_cast<float*>(on_device(dots_).data);
-    EXPECT_EQ(cuda::hopper::why_not(gradient), nullptr);
+    EXPECT_EQ(cuda::hopper::unsupported_reason(gradient), nullptr);
     EXPECT_OK(cuda::hopper::launch_gemm(gradient, tile_, multiprocessors_, nullptr));
     cuda::SlotGradient slots;
     slots.s = s_;
     slots.map = map_;
     slots.group_sizes = sizes_;
     slots.dots = gradient.dots;
-    slots.parts = cuda::hopper::parts_of_dots(gradient, tile_);
+    slots.parts = cuda::hopper::num_dot_parts(gradient, tile_);
     slots.d_y = d_out;
     slots.b_out = b_out_;
     slots.d_weights = static_cast<float*>(on_device(net_.d_weights).data);
@@ -139,7 +139,7 @@ class TiledNetwork {
   }
 
   void multiply(const cuda::RowsProduct& p) const {
-    EXPECT_EQ(cuda::hopper::why_not(p), nullptr);
+    EXPECT_EQ(cuda::hopper::unsupported_reason(p), nullptr);
     EXPECT_OK(cuda::hopper::launch_gemm(p, tile_, multiprocessors_, nullptr));
     if (p.scales() || p.weighs_bias()) return;
     EXPECT_OK(cuda::clear_padding(p.map, {p.y, p.dtype}, p.R, p.N, multiprocessors_, nullptr));
@@ -160,7 +160,7 @@ class TiledNetwork {
     g.E = c_.E();
     g.D = transposed ? N : D;
     g.N = transposed ? D : N;
-    EXPECT_EQ(cuda::hopper::why_not(g), nullptr);
+    EXPECT_EQ(cuda::hopper::unsupported_reason(g), nullptr);
     DeviceWorkspace workspace(cuda::weight_gradient_bytes(g.R, g.E, g.D, g.N));
     EXPECT_OK(cuda::hopper::launch_gemm(g, tile_, workspace.exec().workspace, multiprocessors_, nullptr));
     workspace.check();

@@ -1,5 +1,5 @@
 // The router on the GPU against the CPU, which other tests compare with the float64 oracle. Covers every output form,
-// dtype, option and kernel variant. Outputs start as NaN and lie between guard zones.
+// dtype, option and kernel variant. Outputs start as NaN and are between guard zones.
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -261,9 +261,9 @@ TEST_F(RouterCuda, EveryWidth) {
   }
 }
 
-// Every compiled row width with every length of the top-k list, full and not full; and replays. Most of the time goes
-// into random inputs and comparisons on the host. The backward kernel is the same for full and partial lists, so each
-// is tested with half of the cotangents.
+// Tests every compiled row width with every length of the top-k list, full and not full, and replays. Most of the time
+// goes into random inputs and comparisons on the host. The backward kernel is the same for full and partial lists, so
+// each is tested with half of the cotangents.
 void check_variants(int64_t T, unsigned seed) {
   for (const int64_t E : {8, 16, 32, 64, 128, 256, 384, 512, 1000}) {
     for (const int32_t list : {4, 8, 16, 32, 64}) {
@@ -576,19 +576,19 @@ TEST_F(RouterCuda, BadArgumentsAreRefused) {
   args.topk = 65;
   EXPECT_REFUSED(ab_cuda_router_forward(&args, nullptr), AB_INVALID_ARGUMENT, "topk: got 65");
   const Tensor<float> logits({1, 16384});
-  ab_router_forward_args too_wide{};
-  too_wide.size = sizeof(too_wide);
-  too_wide.topk = 8;
-  too_wide.normalize = 1;
-  too_wide.scaling_factor = 1.0f;
-  too_wide.logits = logits.view();
+  ab_router_forward_args too_many_experts{};
+  too_many_experts.size = sizeof(too_many_experts);
+  too_many_experts.topk = 8;
+  too_many_experts.normalize = 1;
+  too_many_experts.scaling_factor = 1.0f;
+  too_many_experts.logits = logits.view();
   const Tensor<float> lse({1});
-  too_wide.lse = lse.view();
-  EXPECT_REFUSED(ab_cuda_router_forward(&too_wide, nullptr), AB_UNSUPPORTED, "16384 experts");
+  too_many_experts.lse = lse.view();
+  EXPECT_REFUSED(ab_cuda_router_forward(&too_many_experts, nullptr), AB_UNSUPPORTED, "16384 experts");
   Case many{4096, 64, 8};
-  const Inputs many_in(many);
-  const Outputs many_out(many);
-  args = on_device(forward_args(many, many_in, many_out), add_to(&mirrors));
+  const Inputs many_inputs(many);
+  const Outputs many_outputs(many);
+  args = on_device(forward_args(many, many_inputs, many_outputs), add_to(&mirrors));
   EXPECT_REFUSED(ab_cuda_router_forward(&args, nullptr), AB_INVALID_ARGUMENT, "workspace: got 0 bytes");
 }
 

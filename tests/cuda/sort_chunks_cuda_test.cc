@@ -50,17 +50,17 @@ void check_sort(int64_t D, const std::vector<int32_t>& sizes, const std::vector<
   }
 }
 
-std::vector<int32_t> random_sizes(int64_t S, int32_t most, std::mt19937* random) {
+std::vector<int32_t> random_sizes(int64_t S, int32_t max_size, std::mt19937* random) {
   std::vector<int32_t> sizes(static_cast<size_t>(S));
-  for (int32_t& size : sizes) size = static_cast<int32_t>((*random)() % static_cast<unsigned>(most + 1));
+  for (int32_t& size : sizes) size = static_cast<int32_t>((*random)() % static_cast<unsigned>(max_size + 1));
   return sizes;
 }
 
 TEST_F(SortChunksCuda, AnyNumberOfChunks) {
   std::mt19937 random(1);
   for (const int64_t S : {0, 1, 2, 5, 31, 32, 33, 64, 100, 1000, 1023, 1024, 1025, 2100}) {
-    for (const int32_t most : {0, 1, 7}) {
-      const std::vector<int32_t> sizes = random_sizes(S, most, &random);
+    for (const int32_t max_size : {0, 1, 7}) {
+      const std::vector<int32_t> sizes = random_sizes(S, max_size, &random);
       std::vector<int32_t> order(static_cast<size_t>(S));
       std::iota(order.begin(), order.end(), 0);
       std::shuffle(order.begin(), order.end(), random);

@@ -65,8 +65,8 @@ struct GroupedMatmulDw {
   Tensor<int32_t> sizes;
 };
 
-// Both backends round the same sum. The bound allows one rounding on each side, and an error of one unit in the last
-// place of the expert's row count for each float32 addition.
+// Both backends round the same sum. The bound allows one rounding on each side and, for each float32 addition over the
+// expert's rows, an error of 2^-21 relative to the typical magnitude of the sum, sqrt(rows + 1).
 void compare(const Case& c, const FloatTensor& got, const FloatTensor& want) {
   const std::vector<int64_t> ends = ends_of(c.sizes, c.R);
   for (int64_t e = 0; e < c.E(); ++e) {

@@ -22,7 +22,7 @@ struct Copy {
   uint32_t to;
   const void* from;
   uint32_t bytes;
-  uint32_t room;
+  uint32_t padded_bytes;
 };
 
 struct Barrier {
@@ -120,15 +120,17 @@ bool can_run(int index) {
 }
 
 void copy_now(const Copy& copy) {
-  if (copy.to % copy.room != 0) fail("a copy of %u bytes to the unaligned address %u", copy.room, copy.to);
-  if (copy.to + copy.room > block.shared_bytes) fail("a copy past the block's shared memory, to address %u", copy.to);
-  if (copy.bytes > copy.room) fail("a copy of %u bytes into %u bytes", copy.bytes, copy.room);
+  if (copy.to % copy.padded_bytes != 0)
+    fail("a copy of %u bytes to the unaligned address %u", copy.padded_bytes, copy.to);
+  if (copy.to + copy.padded_bytes > block.shared_bytes)
+    fail("a copy past the block's shared memory, to address %u", copy.to);
+  if (copy.bytes > copy.padded_bytes) fail("a copy of %u bytes into %u bytes", copy.bytes, copy.padded_bytes);
   if (copy.bytes > 0) {
-    if (reinterpret_cast<uintptr_t>(copy.from) % copy.room != 0)
-      fail("a copy of %u bytes from the unaligned address %p", copy.room, copy.from);
+    if (reinterpret_cast<uintptr_t>(copy.from) % copy.padded_bytes != 0)
+      fail("a copy of %u bytes from the unaligned address %p", copy.padded_bytes, copy.from);
     std::memcpy(block.memory.data() + copy.to, copy.from, copy.bytes);
   }
-  std::memset(block.memory.data() + copy.to + copy.bytes, 0, copy.room - copy.bytes);
+  std::memset(block.memory.data() + copy.to + copy.bytes, 0, copy.padded_bytes - copy.bytes);
 }
 
 void run_block() {
@@ -208,8 +210,8 @@ const char (*publish(const void* value, size_t bytes))[64] {
   return published;
 }
 
-void start_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t room) {
-  const Copy copy{to, from, bytes, room};
+void start_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t padded_bytes) {
+  const Copy copy{to, from, bytes, padded_bytes};
   if (options.copies == Copies::early) copy_now(copy);
   self().open.push_back(copy);
 }

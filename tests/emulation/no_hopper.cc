@@ -11,26 +11,26 @@ ab_status refused() { return error(AB_INTERNAL, "%s", kReason); }
 
 }  // namespace
 
-const char* why_not(const Up&) { return kReason; }
-const char* why_not(const RowsProduct&) { return kReason; }
-const char* why_not(const HiddenGradient&) { return kReason; }
-const char* why_not(const WeightGradient&) { return kReason; }
+const char* unsupported_reason(const Up&) { return kReason; }
+const char* unsupported_reason(const RowsProduct&) { return kReason; }
+const char* unsupported_reason(const IntermediateGradient&) { return kReason; }
+const char* unsupported_reason(const WeightGradient&) { return kReason; }
 TileChoice choose_tile(const Up&, int) { return {}; }
 TileChoice choose_tile(const RowsProduct&, int) { return {}; }
-TileChoice choose_tile(const HiddenGradient&, int) { return {}; }
+TileChoice choose_tile(const IntermediateGradient&, int) { return {}; }
 TileChoice choose_tile(const WeightGradient&, int) { return {}; }
-int64_t parts_of_dots(const HiddenGradient&, TileChoice) { return 0; }
+int64_t num_dot_parts(const IntermediateGradient&, TileChoice) { return 0; }
 ab_status launch_gemm(const Up&, TileChoice, int, cudaStream_t) { return refused(); }
 ab_status launch_gemm(const RowsProduct&, TileChoice, int, cudaStream_t) { return refused(); }
-ab_status launch_gemm(const HiddenGradient&, TileChoice, int, cudaStream_t) { return refused(); }
+ab_status launch_gemm(const IntermediateGradient&, TileChoice, int, cudaStream_t) { return refused(); }
 ab_status launch_gemm(const WeightGradient&, TileChoice, void*, int, cudaStream_t) { return refused(); }
 
-const char* why_not(const Fp8Up&) { return kReason; }
-const char* why_not(const Fp8RowsProduct&) { return kReason; }
-const char* why_not(const Fp8HiddenGradient&) { return kReason; }
-int64_t parts_of_dots(const Fp8HiddenGradient&) { return 0; }
+const char* unsupported_reason(const Fp8Up&) { return kReason; }
+const char* unsupported_reason(const Fp8RowsProduct&) { return kReason; }
+const char* unsupported_reason(const Fp8IntermediateGradient&) { return kReason; }
+int64_t num_dot_parts(const Fp8IntermediateGradient&) { return 0; }
 ab_status launch_gemm(const Fp8Up&, int, cudaStream_t) { return refused(); }
 ab_status launch_gemm(const Fp8RowsProduct&, int, cudaStream_t) { return refused(); }
-ab_status launch_gemm(const Fp8HiddenGradient&, int, cudaStream_t) { return refused(); }
+ab_status launch_gemm(const Fp8IntermediateGradient&, int, cudaStream_t) { return refused(); }
 
 }  // namespace anabranch::cuda::hopper

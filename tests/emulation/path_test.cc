@@ -54,10 +54,10 @@ TEST(WithoutAVariable, Fp8NeedsHopper) {
 TEST(WithoutAVariable, TheFirstSupportedPathIsUsed) {
   PathChoice choice = cuda::choose_path(gemm(), kAmpere);
   EXPECT_EQ(choice.path, Path::portable);
-  EXPECT_STREQ(choice.why_not_hopper, "the compute capability is not 9.0");
+  EXPECT_STREQ(choice.hopper_unsupported_reason, "the compute capability is not 9.0");
   choice = cuda::choose_path(gemm(), kHopper);
   EXPECT_EQ(choice.path, Path::portable);
-  EXPECT_STREQ(choice.why_not_hopper, "the device is emulated");
+  EXPECT_STREQ(choice.hopper_unsupported_reason, "the device is emulated");
   EXPECT_OK(multiply_empty());
 }
 
@@ -98,12 +98,12 @@ TEST(WithoutAVariable, SizesBeyondInt32IndexingAreRefusedByName) {
 // The path of a layer on the emulated device of compute capability 8.0.
 struct LayerPath {
   const char* path = nullptr;
-  const char* why_not = nullptr;
+  const char* unsupported_reason = nullptr;
 
   explicit LayerPath(int32_t dtype, int64_t T = 64, int32_t w_in_transposed = 0, int32_t w_out_transposed = 0,
                      int32_t backward = 1) {
-    EXPECT_OK(
-        ab_cuda_experts_path(dtype, T, 2, 8, 32, 2, 48, w_in_transposed, w_out_transposed, backward, &path, &why_not));
+    EXPECT_OK(ab_cuda_experts_path(dtype, T, 2, 8, 32, 2, 48, w_in_transposed, w_out_transposed, backward, &path,
+                                   &unsupported_reason));
   }
 };
 
@@ -111,7 +111,7 @@ TEST(WithoutAVariable, ALayerRunsOnThePathOfItsGemms) {
   for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {
     const LayerPath layer(dtype);
     EXPECT_STREQ(layer.path, "portable");
-    EXPECT_STREQ(layer.why_not, "the compute capability is not 9.0");
+    EXPECT_STREQ(layer.unsupported_reason, "the compute capability is not 9.0");
   }
   EXPECT_STREQ(LayerPath(AB_BFLOAT16, 0).path, "portable");
   const char* path = nullptr;
@@ -122,9 +122,9 @@ TEST(WithoutAVariable, ALayerRunsOnThePathOfItsGemms) {
 // With 8 experts and 2 experts per token, up to 16 tokens give at most 4 rows per expert.
 TEST(WithoutAVariable, GemmsOfFewRowsAreNamed) {
   EXPECT_STREQ(LayerPath(AB_BFLOAT16, 16, 1, 1, 0).path, "few_rows");
-  EXPECT_EQ(LayerPath(AB_BFLOAT16, 16, 1, 1, 0).why_not, nullptr);
+  EXPECT_EQ(LayerPath(AB_BFLOAT16, 16, 1, 1, 0).unsupported_reason, nullptr);
   EXPECT_STREQ(LayerPath(AB_BFLOAT16, 16, 1, 1, 1).path, "few_rows+portable");
-  EXPECT_STREQ(LayerPath(AB_BFLOAT16, 16, 1, 1, 1).why_not, "the compute capability is not 9.0");
+  EXPECT_STREQ(LayerPath(AB_BFLOAT16, 16, 1, 1, 1).unsupported_reason, "the compute capability is not 9.0");
   EXPECT_STREQ(LayerPath(AB_BFLOAT16, 16, 1, 0, 0).path, "few_rows+portable");
   EXPECT_STREQ(LayerPath(AB_BFLOAT16, 16, 0, 0, 0).path, "portable");
   EXPECT_STREQ(LayerPath(AB_BFLOAT16, 16, 0, 0, 1).path, "few_rows+portable") << "the gradient of x";
@@ -152,8 +152,8 @@ TEST(WithoutAVariable, AnInvalidLayerIsRefused) {
 TEST(Portable, TheVariableExcludesHopper) {
   const PathChoice choice = cuda::choose_path(gemm(), kHopper);
   EXPECT_EQ(choice.path, Path::portable);
-  EXPECT_STREQ(choice.why_not_hopper, "ANABRANCH_CUDA_PATH is portable");
-  EXPECT_STREQ(LayerPath(AB_BFLOAT16).why_not, "ANABRANCH_CUDA_PATH is portable");
+  EXPECT_STREQ(choice.hopper_unsupported_reason, "ANABRANCH_CUDA_PATH is portable");
+  EXPECT_STREQ(LayerPath(AB_BFLOAT16).unsupported_reason, "ANABRANCH_CUDA_PATH is portable");
 }
 
 TEST(Unknown, AnotherNameIsAnErrorOfEveryCall) {

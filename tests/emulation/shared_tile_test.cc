@@ -30,9 +30,9 @@ int wavefronts_of(const std::vector<uint32_t>& addresses, int bytes) {
         words[word % 32].insert(word);
       }
     }
-    size_t most = 0;
-    for (const auto& bank : words) most = std::max(most, bank.size());
-    wavefronts += static_cast<int>(most);
+    size_t max_words = 0;
+    for (const auto& bank : words) max_words = std::max(max_words, bank.size());
+    wavefronts += static_cast<int>(max_words);
   }
   return wavefronts;
 }
@@ -199,7 +199,8 @@ TEST(Split, PartsAreTf32AndTheirSumIsTheNumber) {
   }
 }
 
-// Rounding to TF32 has an error of at most two thirds of a unit in the last place, and keeps TF32 numbers unchanged.
+// Rounding to TF32 has an error of at most two thirds of a unit in the last place, and keeps TF32 numbers
+// unchanged.
 TEST(Tf32, RoundsToANearbyNumber) {
   std::mt19937 random(2);
   double sum = 0;

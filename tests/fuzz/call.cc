@@ -115,12 +115,12 @@ bool has_elements(const ab_tensor& view) {
 }
 
 int64_t small_bytes(const ab_tensor& view) {
-  constexpr int64_t kMost = 1 << 23;
+  constexpr int64_t kMaxBytes = 1 << 23;
   if (!has_rank(view)) return -1;
   if (!has_elements(view)) return 0;
   auto bytes = static_cast<int64_t>(element_size(view.dtype));
   for (int32_t i = 0; i < view.rank; ++i) {
-    if (view.shape[i] < 0 || view.shape[i] > kMost || bytes * view.shape[i] > kMost) return -1;
+    if (view.shape[i] < 0 || view.shape[i] > kMaxBytes || bytes * view.shape[i] > kMaxBytes) return -1;
     bytes *= view.shape[i];
   }
   return bytes;
@@ -153,9 +153,9 @@ void Call::cut() {
 }
 
 std::vector<char> Call::args() const {
-  constexpr size_t kMostStructBytes = 4096;
+  constexpr size_t kMaxStructBytes = 4096;
   const size_t claimed = *reinterpret_cast<const size_t*>(args_.data());
-  std::vector<char> bytes(std::clamp(claimed, sizeof(size_t), kMostStructBytes), 0);
+  std::vector<char> bytes(std::clamp(claimed, sizeof(size_t), kMaxStructBytes), 0);
   std::memcpy(bytes.data(), args_.data(), std::min(bytes.size(), args_size));
   return bytes;
 }

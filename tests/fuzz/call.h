@@ -27,7 +27,7 @@ struct Operand {
   bool output = false;
   const int32_t* skips = nullptr;  // an option that, if 1, leaves some elements undefined
   std::function<bool()> is_read;   // for an output: whether the call reads it, with the current options
-  int64_t limit = 0;               // most indices are in [-1, limit]
+  int64_t limit = 0;               // most indices are between -1 and limit
   bool distinct = false;           // no index appears twice, except -1
   bool nonnegative = false;
   bool finite = false;                        // unless the call is extreme
@@ -69,7 +69,7 @@ class Call {
   // The size that the struct claims.
   size_t& size() { return *reinterpret_cast<size_t*>(args_.data()); }
 
-  // Marks operands whose fields lie past the claimed size as not passed.
+  // Marks operands whose fields are past the claimed size as not passed.
   void cut();
 
   // Returns the struct in memory of its claimed size.

@@ -37,8 +37,8 @@
 namespace anabranch::fuzz {
 namespace {
 
-constexpr size_t kMostWorkspace = size_t{1} << 28;        // calls that need more are skipped
-constexpr unsigned kMostSeconds = kEmulated ? 600 : 120;  // per case; a longer case counts as a hang
+constexpr size_t kMaxWorkspace = size_t{1} << 28;        // calls that need more are skipped
+constexpr unsigned kMaxSeconds = kEmulated ? 600 : 120;  // per case; a longer case counts as a hang
 
 uint64_t current_seed = 0;
 const Call* current_call = nullptr;
@@ -143,17 +143,17 @@ class Case {
   void check() {
     const int32_t threads = any_threads();
     size_t needed = 0;
-    ab_status asked = query(threads, &needed);
-    compare_refusals(asked);
-    if (asked.code != AB_OK) {
-      expect_refusal(asked);
+    ab_status query_status = query(threads, &needed);
+    compare_refusals(query_status);
+    if (query_status.code != AB_OK) {
+      expect_refusal(query_status);
       Exec exec(threads, 0, 0);
       const ab_status status = run(&exec, random_.bits());
       expect_refusal(status);
-      if (status.code != asked.code) fail("the call and its query return different statuses", status.message);
+      if (status.code != query_status.code) fail("the call and its query return different statuses", status.message);
       return;
     }
-    if (needed > kMostWorkspace || random_.chance(0.1)) return check_bad_exec(threads, needed);
+    if (needed > kMaxWorkspace || random_.chance(0.1)) return check_bad_exec(threads, needed);
     Exec exec(threads, needed, random_.bits());
     const ab_status status = run(&exec, random_.bits());
     if (status.code != AB_OK) return expect_refusal(status);
@@ -208,14 +208,15 @@ class Case {
   }
 
   // Both backends must refuse the same calls, except calls that one of them does not support.
-  void compare_refusals(const ab_status& asked) {
+  void compare_refusals(const ab_status& query_status) {
     if (call_.operation->query == nullptr || call_.operation->other_query == nullptr) return;
     size_t bytes = 0;
     Exec exec(1, 0, 0);
     const ab_status other = call_.operation->other_query(args_.data(), exec.get(), &bytes);
-    if (asked.code == AB_UNSUPPORTED || other.code == AB_UNSUPPORTED) return;
-    if (asked.code != other.code || std::string_view(asked.message) != other.message) {
-      fail("the other backend returns another status", (std::string(asked.message) + "; " + other.message).c_str());
+    if (query_status.code == AB_UNSUPPORTED || other.code == AB_UNSUPPORTED) return;
+    if (query_status.code != other.code || std::string_view(query_status.message) != other.message) {
+      fail("the other backend returns another status",
+           (std::string(query_status.message) + "; " + other.message).c_str());
     }
   }
 
@@ -223,11 +224,12 @@ class Case {
     const Operation& operation = *call_.operation;
     if (operation.other_run == nullptr) return;
     size_t needed = 0;
-    Exec ask(1, 0, 0);
-    if (operation.other_query != nullptr && operation.other_query(args_.data(), ask.get(), &needed).code != AB_OK) {
+    Exec query_exec(1, 0, 0);
+    if (operation.other_query != nullptr &&
+        operation.other_query(args_.data(), query_exec.get(), &needed).code != AB_OK) {
       fail("the other backend refuses it", "");
     }
-    if (needed > kMostWorkspace) return;
+    if (needed > kMaxWorkspace) return;
     Exec exec(1, needed, random_.bits());
     call_.reset(random_.bits());
     const ab_status status = operation.other_run(args_.data(), exec.get());
@@ -375,7 +377,7 @@ int run(const Settings& settings) {
   const auto start = now();
   const auto check = [&](uint64_t seed) {
     current_seed = seed;
-    alarm(kMostSeconds);
+    alarm(kMaxSeconds);
     Case(seed, &tallies).check();
   };
   for (const uint64_t seed : settings.first) check(seed);

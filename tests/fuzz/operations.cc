@@ -209,12 +209,12 @@ void make_moe_aux_loss(const Operation& operation, Random& random, Call* call) {
   args->num_experts = random.chance(0.5) ? static_cast<int32_t>(s.E) : 0;
   args->coeff = 0.01f;
   const int64_t C = random.between(1, 3) * s.E;
-  const bool wants_loss = random.chance(0.8);
-  if (wants_loss || random.chance(0.5)) call->input(ARGUMENT(probs), any_float(random), {s.T, C}).nonnegative = true;
+  const bool requests_loss = random.chance(0.8);
+  if (requests_loss || random.chance(0.5)) call->input(ARGUMENT(probs), any_float(random), {s.T, C}).nonnegative = true;
   call->input(ARGUMENT(tokens_per_expert), any_count(random), {C}, s.T).nonnegative = true;
   if (random.chance(0.5)) call->input(ARGUMENT(num_tokens), random.one_of<int32_t>({AB_INT32, AB_INT64}), {}, s.T);
-  if (wants_loss) call->output(ARGUMENT(loss), AB_FLOAT32, {});
-  if (!wants_loss || random.chance(0.8)) {
+  if (requests_loss) call->output(ARGUMENT(loss), AB_FLOAT32, {});
+  if (!requests_loss || random.chance(0.8)) {
     if (random.chance(0.5)) call->input(ARGUMENT(d_loss), any_float(random), {});
     call->output(ARGUMENT(d_probs), any_float(random), {s.T, C});
   }
@@ -479,7 +479,7 @@ int32_t add_network(const Sizes& s, Random& random, Args* args, Call* call) {
   const bool by_slot = random.chance(0.5);
   args->topk = by_slot ? static_cast<int32_t>(s.K) : 0;
   add_rows({by_slot ? s.T : s.R, s.D}, random, dtype, args, call);
-  // On a GPU, two rows with the same slot race: d_weights gets the gradient of either.
+  // On a GPU, two rows with the same slot race: d_weights is the gradient of one of them.
   if (by_slot) call->input(ARGUMENT(slot_of_row), AB_INT32, {s.R}, s.T * s.K).distinct = kEmulated;
   call->input(ARGUMENT(group_sizes), AB_INT32, {s.E}, 2 * s.R / s.E + 1);
   call->input(ARGUMENT(w_in), dtype_of_weights(random, args, dtype), {s.E, s.D, s.P, s.F});
@@ -506,7 +506,7 @@ void add_quantized_weights(const Sizes& s, Random& random, bool transposed, Args
   }
 }
 
-// Gives the weights and the tensors that follow their layout one of the memory layouts of experts.h.
+// Chooses one of the memory layouts of experts.h for the weights and the tensors that follow their layout.
 void choose_layout(Random& random, Call* call) {
   const Shape in = random.one_of<Shape>({{0, 1, 2, 3}, {0, 2, 3, 1}, {0, 1, 3, 2}, {0, 3, 2, 1}});
   const Shape out = random.one_of<Shape>({{0, 1, 2}, {0, 2, 1}});
@@ -567,13 +567,13 @@ void make_expert_ffn_backward(const Operation& operation, Random& random, Call* 
   if (random.chance(0.4)) call->input(ARGUMENT(b_out), dtype, {s.E, s.D});
   if (random.chance(0.5)) call->input(ARGUMENT(weights), any_float(random), slots_of(s, args));
   const bool has_h = random.chance(0.75);
-  bool wants_d_w_in = random.chance(0.6);
-  const bool wants_d_w_out = random.chance(0.6);
-  const bool wants_d_b_out = random.chance(0.4);
-  args->accumulate = (wants_d_w_in || wants_d_w_out) && random.chance(0.3) ? 1 : 0;
+  bool requests_d_w_in = random.chance(0.6);
+  const bool requests_d_w_out = random.chance(0.6);
+  const bool requests_d_b_out = random.chance(0.4);
+  args->accumulate = (requests_d_w_in || requests_d_w_out) && random.chance(0.3) ? 1 : 0;
   args->skip_rest = has_h && random.chance(0.2) ? 1 : 0;
   const auto gradient = [&] { return args->accumulate == 1 || random.chance(0.3) ? int32_t{AB_FLOAT32} : dtype; };
-  if (wants_d_w_in) {
+  if (requests_d_w_in) {
     call->output(ARGUMENT(d_w_in), gradient(), {s.E, s.D, s.P, s.F}).is_read = [args] { return args->accumulate == 1; };
   }
   if (random.chance(0.5)) {
@@ -582,11 +582,11 @@ void make_expert_ffn_backward(const Operation& operation, Random& random, Call* 
   if (random.chance(0.4)) {
     call->output(ARGUMENT(d_b_in), dtype, {s.E, s.P, s.F});
   }
-  if (wants_d_w_out) {
+  if (requests_d_w_out) {
     call->output(ARGUMENT(d_w_out), gradient(), {s.E, s.F, s.D}).is_read = [args] { return args->accumulate == 1; };
   }
-  if (wants_d_b_out) call->output(ARGUMENT(d_b_out), dtype, {s.E, s.D});
-  if (has_h || wants_d_w_out || wants_d_b_out) {
+  if (requests_d_b_out) call->output(ARGUMENT(d_b_out), dtype, {s.E, s.D});
+  if (has_h || requests_d_w_out || requests_d_b_out) {
     const Shape shape = {args->slot_of_row != nullptr ? s.T : s.R, s.D};
     call->input(ARGUMENT(d_out), any_float(random), shape);
     if (has_h && args->precision == AB_PRECISION_FP8 && random.chance(0.4)) {
@@ -617,11 +617,11 @@ void make_expert_ffn_backward(const Operation& operation, Random& random, Call* 
     }
     if (random.chance(0.5)) call->output(ARGUMENT(d_weights), AB_FLOAT32, slots_of(s, args));
   } else {
-    const bool dx_takes_dh = args->dx_rows != nullptr && args->dh_q == nullptr;
-    if (dx_takes_dh || args->d_w_in != nullptr || args->d_b_in != nullptr) {
+    const bool dx_needs_dh = args->dx_rows != nullptr && args->dh_q == nullptr;
+    if (dx_needs_dh || args->d_w_in != nullptr || args->d_b_in != nullptr) {
       call->input(ARGUMENT(dh), dtype, {s.R, s.P, s.F}).finite = true;
     }
-    if (wants_d_w_out) call->input(ARGUMENT(weighted_a), dtype, {s.R, s.F}).finite = true;
+    if (requests_d_w_out) call->input(ARGUMENT(weighted_a), dtype, {s.R, s.F}).finite = true;
   }
   call->options.push_back({"accumulate", &args->accumulate});
   if (random.chance(0.5)) choose_layout(random, call);

@@ -178,8 +178,8 @@ std::string histogram_fault(const ab_router_forward_args& args, const char* hist
   const int64_t E = args.logits->shape[1];
   const int64_t bins = args.qb_histogram->shape[1];
   // Bounds of the number of tokens below the upper edge of each bin, per expert.
-  std::vector<int64_t> least(static_cast<size_t>(E * bins), 0);
-  std::vector<int64_t> most(static_cast<size_t>(E * bins), 0);
+  std::vector<int64_t> min_below(static_cast<size_t>(E * bins), 0);
+  std::vector<int64_t> max_below(static_cast<size_t>(E * bins), 0);
   Selection selection(args);
   for (int64_t t = 0; t < args.logits->shape[0]; ++t) {
     if (selection.is_masked(t)) continue;
@@ -194,8 +194,8 @@ std::string histogram_fault(const ab_router_forward_args& args, const char* hist
       for (int64_t bin = 0; bin < bins; ++bin) {
         const bool is_last = bin == bins - 1;
         const auto edge = static_cast<double>(bin + 1);
-        least[static_cast<size_t>(e * bins + bin)] += is_last || position < edge - rounding ? 1 : 0;
-        most[static_cast<size_t>(e * bins + bin)] += is_last || position < edge + rounding ? 1 : 0;
+        min_below[static_cast<size_t>(e * bins + bin)] += is_last || position < edge - rounding ? 1 : 0;
+        max_below[static_cast<size_t>(e * bins + bin)] += is_last || position < edge + rounding ? 1 : 0;
       }
     }
   }
@@ -204,9 +204,9 @@ std::string histogram_fault(const ab_router_forward_args& args, const char* hist
     for (int64_t bin = 0; bin < bins; ++bin) {
       const auto i = static_cast<size_t>(e * bins + bin);
       below += read<int32_t>(histogram + i * sizeof(int32_t));
-      if (below >= least[i] && below <= most[i]) continue;
+      if (below >= min_below[i] && below <= max_below[i]) continue;
       return ", expert " + std::to_string(e) + ": " + std::to_string(below) + " tokens in the bins up to " +
-             std::to_string(bin) + ", expected " + std::to_string(least[i]) + " to " + std::to_string(most[i]);
+             std::to_string(bin) + ", expected " + std::to_string(min_below[i]) + " to " + std::to_string(max_below[i]);
     }
   }
   return "";

@@ -8,7 +8,7 @@ import numpy as np
 
 
 class Rude:
-    """Its comparison and its repr raise."""
+    """An object whose comparison and repr raise."""
 
     __hash__ = object.__hash__
 
@@ -58,9 +58,9 @@ def shown(value):
 
 
 def complaint(error, argument, names, value, arrays=()):
-    """The fault of an error message, or None.
+    """What is wrong with an error message, or None.
 
-    An array or a size that is valid by itself may not fit the other arguments: the error may then name one of those.
+    An array or a size that is valid by itself may not fit the other arguments; the error may then name one of these.
     arrays: the array types of the framework.
     """
     may_be_good = isinstance(value, (int, np.ndarray, np.generic, *arrays))

@@ -41,8 +41,8 @@ class Case:
         """int32 [T, K].
 
         distinct: K different experts per token; masked: a third of the tokens have -1; invalid: some indices are
-        outside [-1, E); repeated: a token may have an expert twice; cold: the first third of the experts alone; one:
-        the last expert alone.
+        outside [-1, E); repeated: a token may have an expert twice; cold: only the first third of the experts; one:
+        only the last expert.
         """
         rng, shape = self.rng(), (self.T, self.K)
         if self.choice == "one":
@@ -86,7 +86,7 @@ def normal(rng, shape, dtype="float32"):
 
 
 def assert_rows_close(got, want, offsets, bound, name):
-    """Applies `assert_close` to the rows of each expert; rows past the last group have to be exactly zero."""
+    """Applies `assert_close` to the rows of each expert; rows past the last group must be exactly zero."""
     for expert in range(len(offsets) - 1):
         rows = slice(offsets[expert], offsets[expert + 1])
         assert_close(np.asarray(got)[rows], want[rows], bound, f"{name} of expert {expert}")
@@ -106,4 +106,4 @@ def assert_products_close(got, want, sizes, name):
     np.testing.assert_array_equal(np.isnan(got), np.isnan(want), err_msg=name)
     with np.errstate(invalid="ignore"):
         wrong = np.argwhere(np.abs(got.astype(np.float64) - want) > allowed)
-    assert wrong.size == 0, f"{name}: {len(wrong)} products off, the first at {wrong[0]}"
+    assert wrong.size == 0, f"{name}: {len(wrong)} inner products are wrong, the first at {wrong[0]}"

@@ -1,10 +1,10 @@
 """Error bounds of precision="fp8" against the oracle, which multiplies the same quantised operands exactly.
 
-Two errors remain. First, a GEMM sums in float32, or in fewer bits where tensor cores sum a block of 128: an element is
-off by at most DELTA times the norm of its terms. Second, a and dh are quantised after a GEMM, so that error may move
-them to the other side of a rounding threshold: they then move by one step of e4m3, which is at most an eighth of the
-value. `moves` computes this per element: it is 0 where both ends of the element's interval round to the same number.
-The bounds propagate through the derivatives of the later steps; nearly all of them are at the level of float32.
+Two errors remain. First, a GEMM sums in float32, or in fewer bits where tensor cores sum a block of 128: the error of
+an element is at most DELTA times the norm of its terms. Second, a and dh are quantised after a GEMM, so that error may
+move them to the other side of a rounding threshold: they then change by one step of e4m3, which is at most an eighth of
+the value. `moves` computes this per element: it is 0 where both ends of the element's interval round to the same
+number. The bounds propagate through the derivatives of the later steps; nearly all of them are at the level of float32.
 
 For 16-bit dtypes the bound counts roundings, each with a relative error of at most the unit roundoff. There are few:
 the oracle also rounds h and the dh that is quantised, and no implementation rounds `a` or da'.
@@ -19,7 +19,7 @@ from anabranch.activation import as_activation
 from anabranch.reference import experts as reference
 from anabranch.reference.fp8 import BLOCK, e4m3, quantize_rows, quantize_weights, received, scales_of
 
-#: A sum of n float32 products is off by about sqrt(n) 2^-24 times the norm of its terms; n is a few hundred.
+#: A sum of n float32 products has an error of about sqrt(n) 2^-24 times the norm of its terms; n is a few hundred.
 FLOAT32 = 2e-6
 UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 E4M3 = ml_dtypes.float8_e4m3fn
@@ -29,24 +29,26 @@ ROUNDINGS = {"y": 1, "rows": 1, "w_in": 2, "b_in": 2, "w_out": 2, "b_out": 1, "w
 
 
 def rows_dtype(platform, dtype="float32"):
-    """The dtype of a case's rows on this platform: FP8 on a GPU supports 16-bit rows alone."""
+    """The dtype of a case's rows on this platform: FP8 on a GPU supports 16-bit rows only."""
     return "bfloat16" if platform == "gpu" and dtype == "float32" else dtype
 
 
 def moves(v, off, fp8_scales):
-    """The largest change of Q1(v), per element, when v [R, D] has an error of at most `off`."""
+    """The largest change of Q1(v), per element, if v [R, D] has an error of at most `off`."""
     v, off = (np.asarray(array, np.float64).reshape(len(v), -1, BLOCK) for array in (v, off))
     largest = np.abs(v).max(axis=2, keepdims=True, initial=0.0)
     at_largest = np.where(np.abs(v) + off >= largest, off, 0.0).max(axis=2, keepdims=True, initial=0.0)
-    rest = np.maximum(largest - at_largest, 1e-300)
-    of_scale = np.where(largest > 0, at_largest / rest, 0.0) + 2.0**-22  # the rounding of the scale to float32
+    least_largest = np.maximum(largest - at_largest, 1e-300)
+    scale_error = (
+        np.where(largest > 0, at_largest / least_largest, 0.0) + 2.0**-22
+    )  # the rounding of the scale to float32
     scales = scales_of(largest, fp8_scales).astype(np.float64)
     # An error of the scale moves every quotient and every dequantised value.
-    reach = off * (1 + of_scale) + of_scale * np.abs(v)
+    reach = off * (1 + scale_error) + scale_error * np.abs(v)
     low, high = (e4m3(np.clip((v + sign * reach) / scales, -448, 448)) for sign in (-1, 1))
-    moved = np.abs(high - low) * scales + of_scale * np.maximum(np.abs(high), np.abs(low)) * scales
+    moved = np.abs(high - low) * scales + scale_error * np.maximum(np.abs(high), np.abs(low)) * scales
     if fp8_scales == "power_of_two":  # Another power of two may be chosen, which rounds every quotient anew.
-        ends = [scales_of(largest * (1 + sign * of_scale), fp8_scales) for sign in (-1, 1)]
+        ends = [scales_of(largest * (1 + sign * scale_error), fp8_scales) for sign in (-1, 1)]
         moved += np.where(ends[0] != ends[1], reach + np.abs(v) / 8 + scales / 256, 0.0)
     return moved.reshape(len(v), -1)
 
@@ -98,7 +100,7 @@ def bounds(net, activation, fp8_scales, *, weight_early, delta, sent=False):
     def activated(h):
         return reference.activate(h.reshape(-1, P, F), act)
 
-    def hidden_gradient(h, d_a):
+    def intermediate_gradient(h, d_a):
         return reference.activate_backward(d_a, h.reshape(-1, P, F), act).reshape(h.shape)
 
     h = reference.grouped_matmul(x, q_in, sizes)
@@ -107,7 +109,7 @@ def bounds(net, activation, fp8_scales, *, weight_early, delta, sent=False):
     off_h = delta * _norm_of_terms(x, q_in, sizes)
 
     def off_activated(h, off_h):
-        slopes = np.abs(hidden_gradient(h, np.ones((len(h), F)))) * off_h
+        slopes = np.abs(intermediate_gradient(h, np.ones((len(h), F)))) * off_h
         return slopes.reshape(-1, P, F).sum(axis=1) + delta * np.abs(activated(h))
 
     # y
@@ -122,11 +124,11 @@ def bounds(net, activation, fp8_scales, *, weight_early, delta, sent=False):
     back = quantize_rows(d_y, fp8_scales).exact()
     d_a = reference.grouped_matmul(back, q_out.swapaxes(1, 2), sizes)
     off_d_a = delta * _norm_of_terms(back, q_out.swapaxes(1, 2), sizes)
-    d_h = hidden_gradient(h, w * d_a)
-    off_d_h = np.abs(hidden_gradient(h, np.abs(w) * off_d_a)) + delta * np.abs(d_h)
-    for of_parts in ((1, 1), (1, -1)):
-        step = off_h * np.repeat(of_parts[:P], F)
-        off_d_h += np.abs(hidden_gradient(h + step, w * d_a) - hidden_gradient(h - step, w * d_a))
+    d_h = intermediate_gradient(h, w * d_a)
+    off_d_h = np.abs(intermediate_gradient(h, np.abs(w) * off_d_a)) + delta * np.abs(d_h)
+    for signs in ((1, 1), (1, -1)):
+        step = off_h * np.repeat(signs[:P], F)
+        off_d_h += np.abs(intermediate_gradient(h + step, w * d_a) - intermediate_gradient(h - step, w * d_a))
     kept, off_kept = _rounded(d_h, off_d_h, dtype)
     rows = reference.grouped_matmul(moves(kept, off_kept, fp8_scales), np.abs(q_in).swapaxes(1, 2), sizes)
     rows += delta * _norm_of_terms(quantize_rows(kept, fp8_scales).exact(), q_in.swapaxes(1, 2), sizes)
@@ -137,7 +139,7 @@ def bounds(net, activation, fp8_scales, *, weight_early, delta, sent=False):
     if "b_out" in given:
         weights += delta * np.linalg.norm(d_y * given["b_out"][expert], axis=1)
 
-    def of_weights(left, right, off_left, off_right):
+    def weight_gradient_moved(left, right, off_left, off_right):
         linear = _over_rows(np.abs(left), off_right, sizes) + _over_rows(off_left, np.abs(right), sizes)
         return linear + delta * np.sqrt(_over_rows(left**2, right**2, sizes))
 
@@ -145,10 +147,10 @@ def bounds(net, activation, fp8_scales, *, weight_early, delta, sent=False):
     return Moved(
         y,
         rows,
-        of_weights(inputs, d_h, 0 * inputs, off_d_h).reshape(E, D, P, F),
-        of_weights(w * a, d_y, np.abs(w) * off_a, 0 * d_y),
-        of_weights(ones, d_h, 0 * ones, off_d_h).reshape(E, P, F) if "b_in" in given else None,
-        of_weights(ones, w * d_y, 0 * ones, 0 * d_y)[:, 0] if "b_out" in given else None,
+        weight_gradient_moved(inputs, d_h, 0 * inputs, off_d_h).reshape(E, D, P, F),
+        weight_gradient_moved(w * a, d_y, np.abs(w) * off_a, 0 * d_y),
+        weight_gradient_moved(ones, d_h, 0 * ones, off_d_h).reshape(E, P, F) if "b_in" in given else None,
+        weight_gradient_moved(ones, w * d_y, 0 * ones, 0 * d_y)[:, 0] if "b_out" in given else None,
         weights if "weights" in given else None,
     )
 
@@ -179,10 +181,10 @@ def assert_network(net, activation, fp8_scales, y, gradients, *, weight_early=Fa
     want = {name: value for name, value in zip(names, want, strict=True) if value is not None}
     moved = bounds(net, activation, fp8_scales, weight_early=weight_early, delta=DELTA[platform])._asdict()
     ends = np.concatenate([[0], np.cumsum(net.group_sizes)])
-    of_rows = [slice(*ends[e : e + 2]) for e in range(len(ends) - 1)]
-    of_experts = [slice(e, e + 1) for e in range(len(ends) - 1)]
+    row_groups = [slice(*ends[e : e + 2]) for e in range(len(ends) - 1)]
+    expert_groups = [slice(e, e + 1) for e in range(len(ends) - 1)]
     assert str(y.dtype) == str(dtype)
-    assert_within(y, want_y, moved["y"], dtype, ROUNDINGS["y"], "y", of_rows)
+    assert_within(y, want_y, moved["y"], dtype, ROUNDINGS["y"], "y", row_groups)
     assert not np.asarray(y[ends[-1] :]).astype(np.float64).any(), "y past the groups"
     assert gradients.keys() == want.keys()
     for name, got in gradients.items():
@@ -192,6 +194,6 @@ def assert_network(net, activation, fp8_scales, y, gradients, *, weight_early=Fa
         # A float32 gradient beside a 16-bit x is not rounded itself, but its terms are.
         roundings = ROUNDINGS[name] if name != "weights" else int(str(given) != "float32")
         rounded = given if name == "weights" else dtype
-        assert_within(got, want[name], moved[name], rounded, roundings, name, of_rows if by_row else of_experts)
+        assert_within(got, want[name], moved[name], rounded, roundings, name, row_groups if by_row else expert_groups)
         if by_row:
             assert not np.asarray(got[ends[-1] :]).astype(np.float64).any(), f"{name} past the groups"

@@ -39,25 +39,27 @@ def assert_layer(arrays, experts, weights, d_output, got, want, options, platfor
     """
     net, token = rows_of(arrays, experts, weights, d_output)
     delta, early = fp8.DELTA[platform], options.get("weight_early", False)
-    of_network = dict(weight_early=early, delta=delta, sent=sent)
-    moved = fp8.bounds(net, options["activation"], options["fp8_scales"], **of_network)._asdict()
+    bound_options = dict(weight_early=early, delta=delta, sent=sent)
+    moved = fp8.bounds(net, options["activation"], options["fp8_scales"], **bound_options)._asdict()
     dtype, T = arrays["x"].dtype, len(experts)
     whole = [slice(0, T)]
     for name, of_rows in (("output", "y"), ("x", "rows")):
         # The sum of K rows is float32 until its rounding.
-        of_tokens = by_token(moved[of_rows], token, T) + delta * np.abs(want[name])
+        moved_tokens = by_token(moved[of_rows], token, T) + delta * np.abs(want[name])
         assert str(got[name].dtype) == str(dtype)
-        fp8.assert_within(got[name], want[name], of_tokens, dtype, 2, name, whole)
+        fp8.assert_within(got[name], want[name], moved_tokens, dtype, 2, name, whole)
     for name in EXPERT_AXIS:
         if name in moved and got.get(name) is not None:
             each = [slice(e, e + 1) for e in range(len(arrays["w_in"]))]
             assert got[name].dtype == arrays[name].dtype
             fp8.assert_within(got[name], want[name], moved[name], dtype, fp8.ROUNDINGS[name], name, each)
     if "weights" in got:
-        of_slots = np.zeros(weights.size)
+        moved_weights = np.zeros(weights.size)
         slot = plan(experts, len(arrays["w_in"])).slot_of_row
-        of_slots[slot[slot >= 0]] = moved["weights"][slot >= 0]
-        fp8.assert_within(got["weights"], want["weights"], of_slots.reshape(weights.shape), dtype, 0, "weights", whole)
+        moved_weights[slot[slot >= 0]] = moved["weights"][slot >= 0]
+        fp8.assert_within(
+            got["weights"], want["weights"], moved_weights.reshape(weights.shape), dtype, 0, "weights", whole
+        )
 
 
 def check_routed(arrays, platform="cpu", quantized=None, put=None, sent=False, kept=None, **options):
@@ -73,8 +75,8 @@ def check_routed(arrays, platform="cpu", quantized=None, put=None, sent=False, k
     np.testing.assert_array_equal(counts, found.tokens_per_expert)
     assert int(dropped) == int(found.dropped)
     dtype = arrays["x"].dtype
-    of_backward = settings | dict(kept=kept, saved_dtype=dtype, sent_dtype=dtype if sent else None)
-    want = reference.routed_experts_backward(**arrays, **of_backward, d_output=d_output)
+    backward_options = settings | dict(kept=kept, saved_dtype=dtype, sent_dtype=dtype if sent else None)
+    want = reference.routed_experts_backward(**arrays, **backward_options, d_output=d_output)
     got = {name: np.asarray(array) for name, array in gradients.items()} | {"output": np.asarray(output)}
     experts, weights = arrays["experts"], np.asarray(arrays["weights"], np.float32)
     experts = experts if kept is None else np.where(kept, experts, -1)

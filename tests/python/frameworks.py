@@ -1,7 +1,7 @@
 """Selects the framework in which a test calls an operation, so that cases and checks are shared.
 
-`both` marks a test and `BOTH` a module that runs in every framework; `only_torch` marks a test for torch alone. A check
-calls `in_torch()` to learn the current one.
+`both` marks a test and `BOTH` a module that runs in every framework; `only_torch` marks a test that runs in torch only.
+`in_torch()` returns whether the current framework is torch.
 """
 
 import jax
@@ -39,7 +39,7 @@ def choose(name):
     _current = name
 
 
-def vjp(of_jax, of_torch, operands, *, jit=False):
+def vjp(jax_function, torch_function, operands, *, jit=False):
     """(result, pull) of the current framework's function at named operands; tensors are returned as arrays.
 
     pull(cotangent): the gradients by the names of the floating operands.
@@ -48,26 +48,26 @@ def vjp(of_jax, of_torch, operands, *, jit=False):
         from in_torch import arrays
         from in_torch import vjp as vjp_in_torch
 
-        result, pull = vjp_in_torch(of_torch, operands)
+        result, pull = vjp_in_torch(torch_function, operands)
         return arrays(result), pull
 
     given = {name: value for name, value in operands.items() if value is not None}
     integers = {name: given.pop(name) for name in list(given) if not jnp.issubdtype(given[name].dtype, jnp.floating)}
 
     def function(given):
-        return of_jax(**given, **integers)
+        return jax_function(**given, **integers)
 
-    result, pull_of_jax = jax.vjp(jax.jit(function) if jit else function, given)
-    return result, lambda cotangent: pull_of_jax(jax.tree.map(jax.device_put, cotangent))[0]
+    result, jax_pull = jax.vjp(jax.jit(function) if jit else function, given)
+    return result, lambda cotangent: jax_pull(jax.tree.map(jax.device_put, cotangent))[0]
 
 
-def call(of_jax, of_torch, *arguments, **options):
+def call(jax_function, torch_function, *arguments, **options):
     """The result of the current framework's function; torch's tensors are converted from and to arrays."""
     if not in_torch():
-        return of_jax(*arguments, **options)
+        return jax_function(*arguments, **options)
     from in_torch import arrays, tensor
 
     def given(value):
         return tensor(value) if isinstance(value, (np.ndarray, jax.Array)) else value
 
-    return arrays(of_torch(*map(given, arguments), **{name: given(value) for name, value in options.items()}))
+    return arrays(torch_function(*map(given, arguments), **{name: given(value) for name, value in options.items()}))

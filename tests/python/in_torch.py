@@ -59,7 +59,7 @@ def leaves(operands):
     return given, {name: t.requires_grad_() for name, t in given.items() if t.dtype.is_floating_point}
 
 
-def pulled(pairs, floats):
+def gradients_of(pairs, floats):
     """Gradients of `floats` by name for pairs (result, cotangent); None for an operand without influence."""
     # Results without elements or without differentiable operands have no graph.
     pairs = [(o, d.to(o.dtype)) for o, d in pairs if o.requires_grad]
@@ -71,7 +71,7 @@ def pulled(pairs, floats):
 
 
 def gradient_arrays(found, floats):
-    """The arrays of `pulled`, zeros for None."""
+    """The results of `gradients_of` as arrays; zeros for None."""
     return {name: np.zeros_like(array(floats[name])) if g is None else array(g) for name, g in found.items()}
 
 
@@ -89,7 +89,7 @@ def vjp(function, operands):
             pairs = [(result, tensor(cotangents))]
         else:
             pairs = [(getattr(result, name), tensor(d)) for name, d in cotangents.items()]
-        return gradient_arrays(pulled(pairs, floats), floats)
+        return gradient_arrays(gradients_of(pairs, floats), floats)
 
     return result, pull
 

@@ -12,7 +12,7 @@ def layouts_of(options):
     return Layouts("fpd" if options.get("interleaved") else "pfd", "df")
 
 
-def made(arrays, num_experts, topk, **options):
+def make_layer(arrays, num_experts, topk, **options):
     """A layer with the arrays as parameters; with a group, those of this rank's experts."""
     local, D, parts, F = arrays["w_in"].shape
     tensors = {name: in_torch.tensor(array) for name, array in arrays.items()}
@@ -38,8 +38,8 @@ def made(arrays, num_experts, topk, **options):
     return layer
 
 
-def by_our_names(gradients, layer, options):
-    """Gradients of x and of a layer's parameters, with the oracle's names and layouts."""
+def with_oracle_names(gradients, layer, options):
+    """The gradients of x and of a layer's parameters by the oracle's names, in its layouts."""
     layouts, parts, up = layouts_of(options), layer.parts, layer.up_name
     inside = dict(e=layer.local_experts, d=layer.in_features, p=parts, f=layer.hidden_features)
     found = {"x": gradients["x"], "gate": gradients["gate.weight"].T, "gate_bias": gradients["gate.bias"]}

@@ -27,7 +27,7 @@ TWO_INPUTS = (
     Activation.swiglu_then_clamp(0.4),
     Activation.situ(0.7, 0.9),
 )
-"""Their limits clamp many elements."""
+"""Activations whose limits clamp many elements."""
 EXPERT_AXIS = {"gate": 1, "gate_bias": 0, "w_in": 0, "w_out": 0, "b_in": 0, "b_out": 0}
 
 
@@ -95,8 +95,8 @@ def gate_terms(arrays, options, gradients):
     Per token, a logit's terms are w_e (|g_e| + sum_k w_k |g_k|); the gate sums |x|^T of these, the bias sums them
     alone.
 
-    Where the cotangents g of a token's weights are nearly equal, the gradient of normalised weights cancels to their
-    rounding errors. The result is at least the gradient's own size.
+    Where the cotangents g of a token's weights are nearly equal, the gradient of normalised weights cancels down to
+    their rounding errors. The result is at least the magnitude of the gradient itself.
     """
     x = arrays["x"].astype(np.float64)
     if options.get("token_mask") is not None:  # masked tokens do not contribute
@@ -168,24 +168,26 @@ def run_layer(arrays, *, seed=1, put=None, **options):
     d_output = rng.standard_normal(x.shape).astype(x.dtype)
     d_aux, d_z = np.float32(rng.standard_normal()), np.float32(rng.standard_normal())
     d_weights = rng.standard_normal((*x.shape[:-1], options["topk"])).astype(np.float32)
-    of_tokens = {"output": put("output", d_output), "weights": put("output", d_weights)}
+    token_cotangents = {"output": put("output", d_output), "weights": put("output", d_weights)}
 
     # One program for both passes. `given` is an argument, because a program of several processes cannot close over
     # global arrays.
     @jax.jit
-    def both_passes(present, given, of_tokens):
+    def both_passes(present, given, token_cotangents):
         result, pull = jax.vjp(lambda present: layer(present, given), present)
         integers = ("tokens_per_expert", "dropped", "dropped_by_source", "experts")
         zeros = {name: np.zeros(getattr(result, name).shape, jax.dtypes.float0) for name in integers}
-        return result, pull(type(result)(aux_loss=jnp.asarray(d_aux), z_loss=jnp.asarray(d_z), **of_tokens, **zeros))[0]
+        return result, pull(
+            type(result)(aux_loss=jnp.asarray(d_aux), z_loss=jnp.asarray(d_z), **token_cotangents, **zeros)
+        )[0]
 
-    result, gradients = both_passes(present, given, of_tokens)
+    result, gradients = both_passes(present, given, token_cotangents)
     for name in present:
         assert gradients[name].dtype == present[name].dtype, name
     return result, in_our_layout(gradients, layouts), (d_output, d_aux, d_z, d_weights)
 
 
-def wanted_layer(arrays, cotangents, *, kept=None, **options):
+def expected_layer(arrays, cotangents, *, kept=None, **options):
     """The oracle's result, gradients and `gate_terms` for the cotangents of `run_layer`."""
     main = [arrays[name] for name in ("x", "gate", "w_in", "w_out")]
     settings = {name: value for name, value in options.items() if name not in ("parallel", *LAYOUT_OPTIONS)}
@@ -204,38 +206,38 @@ def wanted_layer(arrays, cotangents, *, kept=None, **options):
     return reference.moe(*main, **settings), gradients, gate_terms(arrays, settings, gradients)
 
 
-def assert_layer(result, gradients, wanted, dtype, *, tiny=False, of_weights=1e-5):
-    """Compares the results of a layer of `dtype` with `wanted_layer`. tiny, of_weights: see `check_layer`."""
-    wanted, wanted_gradients, terms_of_gate = wanted
+def assert_layer(result, gradients, expected, dtype, *, tiny=False, weights_bound=1e-5):
+    """Compares the results of a layer of `dtype` with `expected_layer`. tiny, weights_bound: see `check_layer`."""
+    expected, expected_gradients, terms_of_gate = expected
     bound = BOUND[dtype]
-    assert_close(result.output, wanted.output, bound, "output")
-    assert_close(result.aux_loss, wanted.aux_loss, BOUND["float32"], "aux_loss")
-    assert_close(result.z_loss, wanted.z_loss, BOUND["float32"], "z_loss")
-    np.testing.assert_array_equal(result.tokens_per_expert, wanted.tokens_per_expert)
-    np.testing.assert_array_equal(result.experts, wanted.experts)
-    assert_close(result.weights, wanted.weights, BOUND["float32"] if dtype == "float32" else of_weights, "weights")
-    assert int(result.dropped) == int(wanted.dropped)
+    assert_close(result.output, expected.output, bound, "output")
+    assert_close(result.aux_loss, expected.aux_loss, BOUND["float32"], "aux_loss")
+    assert_close(result.z_loss, expected.z_loss, BOUND["float32"], "z_loss")
+    np.testing.assert_array_equal(result.tokens_per_expert, expected.tokens_per_expert)
+    np.testing.assert_array_equal(result.experts, expected.experts)
+    assert_close(result.weights, expected.weights, BOUND["float32"] if dtype == "float32" else weights_bound, "weights")
+    assert int(result.dropped) == int(expected.dropped)
     for name in gradients:
-        got, want = np.asarray(gradients[name], np.float64), wanted_gradients[name]
+        got, want = np.asarray(gradients[name], np.float64), expected_gradients[name]
         terms = terms_of_gate.get(name)
-        of_dtype = max(bound, BOUND[str(gradients[name].dtype)])  # the gate's dtype may be narrower than x's
-        if tiny and np.linalg.norm(got - want) <= (1e-6 if terms is None else of_dtype * np.linalg.norm(terms)):
+        dtype_bound = max(bound, BOUND[str(gradients[name].dtype)])  # the gate's dtype may be narrower than x's
+        if tiny and np.linalg.norm(got - want) <= (1e-6 if terms is None else dtype_bound * np.linalg.norm(terms)):
             continue
-        assert_close(got, want, of_dtype, f"d_{name}")
+        assert_close(got, want, dtype_bound, f"d_{name}")
         if not tiny and name in EXPERT_AXIS:
-            assert_close_per_expert(got, want, 4 * of_dtype, f"d_{name}", EXPERT_AXIS[name], terms)
+            assert_close_per_expert(got, want, 4 * dtype_bound, f"d_{name}", EXPERT_AXIS[name], terms)
 
 
-def check_layer(arrays, *, tiny=False, kept=None, of_weights=1e-5, **options):
+def check_layer(arrays, *, tiny=False, kept=None, weights_bound=1e-5, **options):
     """Compares output, losses, counts and every gradient with the oracle; see `run_layer`.
 
     kept: bool [T, K], the assignments within capacity; None: all.
-    tiny: the tensors have so few elements that a sum may cancel to the rounding errors of its terms, which are of order
-    1. An absolute error of 1e-6 then passes too, for the gate an error relative to its terms, and single experts are
-    not compared. of_weights: the bound of the routing weights, where x is not float32.
+    tiny: the tensors have so few elements that a sum may cancel down to the rounding errors of its terms, which are of
+    order 1. Then an absolute error of 1e-6 passes too, for the gate an error relative to its terms, and single experts
+    are not compared. weights_bound: the bound of the routing weights if x is not float32.
     """
     result, gradients, cotangents = run_layer(arrays, **options)
     options = {name: value for name, value in options.items() if name not in ("seed", "put")}
-    wanted = wanted_layer(arrays, cotangents, kept=kept, **options)
-    assert_layer(result, gradients, wanted, str(arrays["x"].dtype), tiny=tiny, of_weights=of_weights)
+    expected = expected_layer(arrays, cotangents, kept=kept, **options)
+    assert_layer(result, gradients, expected, str(arrays["x"].dtype), tiny=tiny, weights_bound=weights_bound)
     return result, gradients

@@ -1,7 +1,7 @@
 """Compares a result with the float64 oracle by relative errors per tensor and per expert.
 
-Another shape or kind of dtype is an error of its own. NaN and infinities have to be equal and in the same places. Where
-exactly zero is expected, the result has to be exactly zero.
+A wrong shape or kind of dtype is reported as such. NaN and infinities must be equal and in the same places. Where
+exactly zero is expected, the result must be exactly zero.
 """
 
 import numpy as np
@@ -68,7 +68,7 @@ def assert_close(got, want, bound, name, terms=None):
 def assert_close_per_expert(got, want, bound, name, axis=0, terms=None):
     """Applies `assert_close` to the slice of each expert (along `axis`).
 
-    A wrong small expert cannot hide behind the others, and a slice that is expected to be zero has to be exactly zero.
+    So a wrong small expert cannot hide behind the others, and a slice that is expected to be zero must be exactly zero.
     """
     got, want = _check_like(got, want, name)
     errors = [

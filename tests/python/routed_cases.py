@@ -69,19 +69,19 @@ def check_routed(arrays, *, kept=None, tiny=False, **options):
     (output, counts, dropped), gradients, d_output = run_routed(arrays, **options)
     names = ("activation", "weight_early", "align_size")
     settings = {name: options[name] for name in names if name in options} | {"kept": kept}
-    wanted = reference.routed_experts(**arrays, **settings)
+    expected = reference.routed_experts(**arrays, **settings)
     settings["saved_dtype"] = saved_dtype(options.get("activation", "silu"), str(arrays["x"].dtype))
-    wanted_gradients = reference.routed_experts_backward(**arrays, **settings, d_output=d_output)
+    expected_gradients = reference.routed_experts_backward(**arrays, **settings, d_output=d_output)
     bound = BOUND[str(arrays["x"].dtype)]
-    assert_close(output, wanted.output, bound, "output")
-    np.testing.assert_array_equal(counts, wanted.tokens_per_expert)
-    assert int(dropped) == int(wanted.dropped)
+    assert_close(output, expected.output, bound, "output")
+    np.testing.assert_array_equal(counts, expected.tokens_per_expert)
+    assert int(dropped) == int(expected.dropped)
     for name, gradient in gradients.items():
-        got, want = np.asarray(gradient, np.float64), wanted_gradients[name]
+        got, want = np.asarray(gradient, np.float64), expected_gradients[name]
         if tiny and np.linalg.norm(got - want) <= 1e-6:
             continue
-        of_dtype = max(bound, BOUND[str(gradient.dtype)])
-        assert_close(got, want, of_dtype, f"d_{name}")
+        dtype_bound = max(bound, BOUND[str(gradient.dtype)])
+        assert_close(got, want, dtype_bound, f"d_{name}")
         if name == "weights":  # zero for -1, wrong and dropped assignments
             none = (arrays["experts"] < 0) | (arrays["experts"] >= len(arrays["w_in"]))
             assert not got[none if kept is None else none | ~kept].any()

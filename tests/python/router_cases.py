@@ -14,8 +14,8 @@ from oracle import assert_close, assert_close_per_expert
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
-# float32 arithmetic: 2e-6 per tensor; 4 times that per expert, where the cancellation in g - sum g w weighs more and a
-# slice holds few numbers. Measured: at most 4e-7 and 2e-6.
+# float32 arithmetic: 2e-6 per tensor; 4 times that per expert, where the cancellation in g - sum g w matters more and a
+# slice has few elements. Measured: at most 4e-7 and 2e-6.
 BOUND = 2e-6
 PER_EXPERT = 4 * BOUND
 # A result in another dtype is rounded once, by half an ulp; subnormals of float16 lose more.
@@ -65,7 +65,7 @@ def _route_and_pull_in_torch(z, arrays, cotangent, topk, static):
 
 
 def check_selection(experts, z, topk, options):
-    """Exact if keys are the logits themselves; computed keys that are nearly equal may swap."""
+    """Checks a selection: exactly if keys are the logits themselves; computed keys that are nearly equal may swap."""
     steering = {
         name: options[name]
         for name in (

@@ -1,12 +1,12 @@
 """Error bounds of precision="tf32": GEMMs whose float32 operands are rounded to TF32.
 
-An operand rounded to TF32 has a relative error of at most u = 2^-10. So an element of a GEMM, a sum of n terms a b, is
-off by at most (2 u + u^2) sum |a| |b|, and its float32 sum by n 2^-23 of that in any rounding direction. Errors have
-random signs, so the relative error of a whole matrix is below 2 u.
+An operand rounded to TF32 has a relative error of at most u = 2^-10. So the error of an element of a GEMM, a sum of n
+terms a b, is at most (2 u + u^2) sum |a| |b|, and its float32 sum adds n 2^-23 of that in any rounding direction.
+Errors have random signs, so the relative error of a whole matrix is below 2 u.
 
 In the experts a GEMM adds 2 u to the errors of its operands, and an activation's slope or value doubles the error of
-its argument (relu2: exactly; silu and gelu: less where it matters). In the worst case errors add, so a bound is a count
-of u:
+its argument (relu2 exactly; silu and gelu less where values are large). In the worst case errors add, so a bound is a
+count of u:
 
     gate, up   a GEMM                                   2
     a          gate (twice), up                         6
@@ -34,16 +34,16 @@ def bound(name):
     return COUNTS[name] * U + FLOAT32
 
 
-def of_element(terms, held=False):
-    """Error bound of a GEMM element with n terms, in units of sum |a| |b|; held: for operands from `held`."""
-    return (0 if held else 2 * U + U**2) + terms * 2.0**-23
+def element_bound(terms, exact=False):
+    """Error bound of a GEMM element with n terms, in units of sum |a| |b|; exact: whether TF32 represents operands."""
+    return (0 if exact else 2 * U + U**2) + terms * 2.0**-23
 
 
-def held(array):
+def exact(array):
     """A float32 array rounded to numbers that TF32 represents exactly."""
     return (np.asarray(array).view(np.uint32) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
 def rounds(platform, dtype="float32"):
-    """Whether the kernels there round to TF32: those of a GPU do for float32."""
+    """Whether the kernels of a platform round this dtype to TF32: those of a GPU round float32."""
     return platform == "gpu" and dtype == "float32"

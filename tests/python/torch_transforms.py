@@ -69,7 +69,7 @@ def check_second_derivative_raises(function, operands):
 
 
 def check_frozen(function, operands, frozen):
-    """Operands that need no gradient get none, and change no bit of the others'."""
+    """Operands that need no gradient get none, and do not change the other operands' gradients."""
     _, want = gradients(function, operands())
     leaves = [a if i in frozen else a.requires_grad_() for i, a in enumerate(operands())]
     function(*leaves).backward()

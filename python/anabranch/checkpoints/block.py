@@ -93,12 +93,12 @@ def load(
     for place in _places(family):
         if place.part != "router" and "e" not in sizes:
             raise ValueError("num_experts: got None, expected E, which this family's router does not determine")
-        array = _together(source, place.stored, sizes).reshape([sizes[letter] for letter in place.axes])
+        array = _assemble(source, place.stored, sizes).reshape([sizes[letter] for letter in place.axes])
         getattr(block, place.part)[place.argument] = array.transpose(place.from_stored)
         _check_num_experts(family, gate, sizes)
     for name, axes in family.others.items():
         block.others[name] = source.read(name, f"a tensor {_shape_text(axes, sizes)}")
-        _fit(source.full(name), block.others[name].shape, axes, sizes)
+        _check_shape(source.full(name), block.others[name].shape, axes, sizes)
     _check_num_experts(family, gate, sizes)
     if source.unread:
         raise ValueError(
@@ -135,13 +135,13 @@ def store(family: str | Family, block: Block, prefix: str = "") -> dict[str, np.
     given = {(part, argument) for part in Block._fields for argument in getattr(block, part)}
     for place in _places(family):
         axes = " ".join(place.own_axes)
-        array = _taken(block, place.part, place.argument, given, _shape_text(axes, sizes))
-        _fit(f"{place.part}[{place.argument!r}]", array.shape, axes, sizes)
-        for name, tensor in _apart(array.transpose(place.to_stored), place.stored, sizes):
+        array = _take(block, place.part, place.argument, given, _shape_text(axes, sizes))
+        _check_shape(f"{place.part}[{place.argument!r}]", array.shape, axes, sizes)
+        for name, tensor in _split(array.transpose(place.to_stored), place.stored, sizes):
             tensors[prefix + name] = tensor
     for name, axes in family.others.items():
-        tensors[prefix + name] = _taken(block, "others", name, given, _shape_text(axes, sizes))
-        _fit(f"others[{name!r}]", tensors[prefix + name].shape, axes, sizes)
+        tensors[prefix + name] = _take(block, "others", name, given, _shape_text(axes, sizes))
+        _check_shape(f"others[{name!r}]", tensors[prefix + name].shape, axes, sizes)
     _check_num_experts(family, "router['gate']", sizes)
     if given:
         raise ValueError(
@@ -191,7 +191,7 @@ def _places(family: Family) -> Iterator[_Place]:
 
 
 def _sizes(family: Family) -> dict[str, int]:
-    """The sizes known at the start, by letter; `_fit` adds to them."""
+    """The sizes known at the start, by letter; `_check_shape` adds to them."""
     return {"1": 1, "p": family.parts}
 
 
@@ -223,7 +223,7 @@ def _check_num_experts(family: Family, gate: str, sizes: dict[str, int]) -> None
 
 
 class _Source:
-    """Reads the tensors behind a prefix one at a time; `unread`: names of the block that nobody has read yet."""
+    """Reads the tensors with a prefix one at a time. `unread` contains the block's names that were not read yet."""
 
     def __init__(self, tensors: Any, prefix: str, roots: Iterable[str]):
         self._read = getattr(tensors, "get_tensor", None)
@@ -242,8 +242,8 @@ class _Source:
     def read(self, name: str, expected: str) -> np.ndarray:
         """The tensor of that name; `expected`: its expected shape, for the message."""
         if name not in self.names:
-            there = f"among {_some(self.names)}" if self.names else "no name begins with that prefix"
-            raise ValueError(f"{self._prefix}{name}: got no such tensor, expected {expected}; {there}")
+            found = f"found {_some(self.names)}" if self.names else "no name begins with that prefix"
+            raise ValueError(f"{self._prefix}{name}: got no such tensor, expected {expected}; {found}")
         self.unread.discard(name)
         assert self._read is not None
         return np.asarray(self._read(self._prefix + name))
@@ -262,14 +262,14 @@ def _pieces(stored: Stored, num_experts: int) -> Iterator[tuple[tuple[Any, ...],
             yield tuple(at.get(letter, whole) for letter in stored.letters), name.format(e=e)
 
 
-def _together(source: _Source, stored: Stored, sizes: dict[str, int]) -> np.ndarray:
+def _assemble(source: _Source, stored: Stored, sizes: dict[str, int]) -> np.ndarray:
     """The whole array in the checkpoint's order; a view if it is one tensor."""
     array = None
     pieces = list(_pieces(stored, sizes.get("e", 0)))
     for at, name in pieces:
         tensor = source.read(name, f"a tensor {_shape_text(stored.axes, sizes)}")
         _check_floating(source.full(name), tensor.dtype)
-        _fit(source.full(name), tensor.shape, stored.axes, sizes)
+        _check_shape(source.full(name), tensor.shape, stored.axes, sizes)
         tensor = tensor.reshape([sizes[letter] for letter in stored.axes if letter not in " 1"])
         if len(pieces) == 1:
             array = tensor
@@ -285,14 +285,14 @@ def _together(source: _Source, stored: Stored, sizes: dict[str, int]) -> np.ndar
     return array
 
 
-def _apart(array: np.ndarray, stored: Stored, sizes: dict[str, int]) -> Iterator[tuple[str, np.ndarray]]:
+def _split(array: np.ndarray, stored: Stored, sizes: dict[str, int]) -> Iterator[tuple[str, np.ndarray]]:
     """Splits an array in the checkpoint's order into the checkpoint's tensors."""
     array = array.reshape([sizes[letter] for letter in stored.letters])
     for at, name in _pieces(stored, sizes.get("e", 0)):
         yield name, array[at].reshape([math.prod(sizes[letter] for letter in axis) for axis in stored.axes.split()])
 
 
-def _fit(name: str, shape: tuple[int, ...], axes: str, sizes: dict[str, int]) -> None:
+def _check_shape(name: str, shape: tuple[int, ...], axes: str, sizes: dict[str, int]) -> None:
     """Checks a shape, and adds the sizes that it determines to the known ones."""
     expected = _shape_text(axes, sizes)
     fits = len(shape) == len(axes.split())
@@ -326,7 +326,7 @@ def _check_floating(name: str, dtype: np.dtype) -> None:
         )
 
 
-def _taken(block: Block, part: str, argument: str, given: set[tuple[str, str]], expected: str) -> np.ndarray:
+def _take(block: Block, part: str, argument: str, given: set[tuple[str, str]], expected: str) -> np.ndarray:
     """Returns an array of the block and removes it from `given`, the arrays not yet used."""
     arrays = getattr(block, part)
     if argument not in arrays:
@@ -336,6 +336,6 @@ def _taken(block: Block, part: str, argument: str, given: set[tuple[str, str]], 
 
 
 def _some(names: Iterable[str]) -> str:
-    """The first few of many names."""
+    """The first four names, and the number of further ones, for a message."""
     ordered = sorted(names)
     return ", ".join(ordered[:4]) + (f" and {len(ordered) - 4} more" if len(ordered) > 4 else "")

@@ -229,7 +229,7 @@ FAMILIES: dict[str, Family] = {
         router_options=SOFTMAX,
         activation="relu",
     ),
-    # Families with a routing of their own.
+    # Families whose routing the options of `moe` do not describe.
     "llama4": Family(_ROUTER, **_STACKED_TRANSPOSED, **_shared("shared_expert")),
     "phimoe": Family(_GATE, **_EACH_W123),
     "laguna": replace(

@@ -15,7 +15,7 @@ from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS
 
 @dataclass(frozen=True)
 class Stored:
-    """How a checkpoint stores one of our arrays.
+    """How a checkpoint stores one array of a `Block`.
 
     Attributes:
       name: the tensor's name after the prefix of its block. If it contains "{e}", every expert has its own tensor. Two
@@ -55,7 +55,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Family:
-    """The tensors of a block by the argument that each becomes, and the options that go with them.
+    """The tensors of a block, by the arguments of `moe` that they become, and the matching options.
 
     Attributes:
       gate: the router's weight.
@@ -66,7 +66,7 @@ class Family:
       extra_logits: for a router with logits r, the number of logits beyond the experts: an integer or a size's letter.
         None: the checkpoint does not determine it, and the caller passes num_experts to `load`.
       router_options: the options of `moe` that describe the family's routing, as far as the family fixes them; {} if
-        the family has a routing of its own, for `routed_experts`.
+        they do not describe it, and the caller routes and uses `routed_experts`.
       activation: the experts' activation, with the published parameters; None if it differs between layers, so that
         the caller passes one.
       roots: the prefixes, after the block's prefix, of names that belong to the block; "": all names.
@@ -127,7 +127,7 @@ class Family:
 
 
 def with_parts(letters: str) -> str:
-    """Inserts the p that ungated experts leave out, before f or s.
+    """Inserts the axis p, which ungated experts lack in a checkpoint, before f or s.
 
     >>> with_parts("efd"), with_parts("edfp")
     ('epfd', 'edfp')

@@ -35,7 +35,7 @@ class Plan(NamedTuple):
 
 
 def as_integers(array, name):
-    """`array` as int64; refuses other than integer dtypes."""
+    """`array` as int64; refuses dtypes other than integers."""
     array = np.asarray(array)
     if array.dtype.kind not in "iu":
         raise TypeError(f"{name}: got dtype {array.dtype}, expected an integer dtype")
@@ -43,13 +43,13 @@ def as_integers(array, name):
 
 
 def rows_needed(num_slots, num_experts, align_size=0):
-    """The R that holds every assignment whatever the routing: floor((N + min(E, N) (a - 1)) / a) a."""
+    """The number of rows that suffices for every routing: floor((N + min(E, N) (a - 1)) / a) a."""
     a = max(align_size, 1)
     return (num_slots + min(num_experts, num_slots) * (a - 1)) // a * a
 
 
 def plan(experts, num_experts, align_size=0, num_rows=None, num_destinations=1):
-    """Computes the rows of the assignments: by expert, within an expert by (token, slot).
+    """Computes the rows of the assignments in order of expert, then token, then slot.
 
     Args:
       experts: int[..., K]; -1 is no expert, an index outside [-1, E) is dropped.
@@ -212,7 +212,7 @@ def _as_map(routing_map):
 
 
 def make_row_id_map(routing_map):
-    """int32[T, 2E+1]: destination rows descending, their experts from column E, the count last.
+    """int32[T, 2E+1]: a token's destination rows in descending order, from column E their experts, then their number.
 
     Rows are ordered by (expert, token). Entries that the format leaves unspecified are -1.
     """
@@ -364,7 +364,7 @@ def compute_ragged_all_to_all_params(all_shards_tokens_per_expert, shard_id, num
 
 
 def compute_reverse_ragged_all_to_all_params(all_shards_tokens_per_expert, shard_id, num_expert_shards):
-    """The four arrays for the way back, where every send becomes a receive."""
+    """The four arrays for sending the experts' rows back to their sources: sends and receives are exchanged."""
     return _ragged_params(_traffic(all_shards_tokens_per_expert, num_expert_shards).sum(-1).T, shard_id)
 
 
@@ -388,7 +388,7 @@ def local_permute_after_a2a_backward(d_x, all_shards_tokens_per_expert, shard_id
 
 
 def local_unpermute_before_a2a(expert_outputs, state):
-    """Undo `local_permute_after_a2a`. float64[R, D]."""
+    """The inverse of `local_permute_after_a2a`. float64[R, D]."""
     return sort_chunks_by_index(expert_outputs, *state)[0]
 
 

@@ -12,7 +12,7 @@ from .scores import as_float64
 
 BLOCK = 128
 LARGEST = np.float32(448)  # largest e4m3 (float8_e4m3fn) number, 1.75 * 2^8
-SMALLEST_EXPONENT = -6  # of a normal number; below it the spacing stays 2^-9
+SMALLEST_EXPONENT = -6  # the smallest exponent of a normal number; below it the spacing stays 2^-9
 FRACTION_BITS = 3
 SMALLEST_SCALE = np.float32(2.0**-126)  # the smallest normal number: denormal scales would lose digits
 FP8_SCALES = ("float32", "power_of_two")
@@ -43,9 +43,10 @@ def e4m3(v):
 
 
 def scales_of(largest, fp8_scales):
-    """max(largest / 448, 2^-126), 1 if the block is 0, NaN if it is not finite; float32.
+    """Scales of blocks by their largest absolute values; float32, the shape of `largest`.
 
-    "power_of_two": the smallest power of two that is not below that.
+    "float32": max(largest / 448, 2^-126), 1 if largest is 0, NaN if it is not finite. "power_of_two": the smallest
+    power of two that is not below that.
     """
     if fp8_scales not in FP8_SCALES:
         raise ValueError(f"fp8_scales: got {fp8_scales!r}, expected one of {', '.join(map(repr, FP8_SCALES))}")

@@ -52,13 +52,13 @@ def quantile_bias(histogram, lower, upper, topk):
     """
     counts = np.asarray(histogram, np.int64)
     num_experts, bins = counts.shape
-    through = counts.cumsum(axis=1)
+    cumulative = counts.cumsum(axis=1)
     width = (upper - lower) / bins
     quantiles = np.full(num_experts, float(lower))
     for e in range(num_experts):
-        target = through[e, -1] * topk / num_experts
+        target = cumulative[e, -1] * topk / num_experts
         if target > 0:
-            bin_index = int(np.argmax(through[e] * num_experts >= through[e, -1] * topk))  # exact
-            before = through[e, bin_index] - counts[e, bin_index]
+            bin_index = int(np.argmax(cumulative[e] * num_experts >= cumulative[e, -1] * topk))  # exact
+            before = cumulative[e, bin_index] - counts[e, bin_index]
             quantiles[e] = lower + (bin_index + (target - before) / counts[e, bin_index]) * width
     return quantiles - quantiles.mean()

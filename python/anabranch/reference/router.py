@@ -50,18 +50,18 @@ class Routing(NamedTuple):
     lse: np.ndarray
 
 
-def _selected_experts(z, topk, forced_experts, experts, token_mask, steering):
+def _selected_experts(z, topk, forced_experts, experts, token_mask, selection):
     """Experts int64[..., K]: forced, given or selected; indices out of range become -1."""
     if forced_experts is not None:
-        grouping = (steering[name] for name in ("num_groups", "group_topk", "group_score_topk"))
+        grouping = (selection[name] for name in ("num_groups", "group_topk", "group_score_topk"))
         grouped = groups_in_use(*grouping) is not None
-        given = {"expert_bias": steering["expert_bias"] is not None, "groups": grouped}
+        given = {"expert_bias": selection["expert_bias"] is not None, "groups": grouped}
         clash = [name for name, there in (given | {"experts": experts is not None}).items() if there]
         if clash:
             raise ValueError(f"forced_experts: got it together with {', '.join(clash)}, expected it alone")
         experts = forced_experts
     if experts is None:
-        return select(z, topk, token_mask=token_mask, **steering).astype(np.int64)
+        return select(z, topk, token_mask=token_mask, **selection).astype(np.int64)
     experts = np.asarray(experts)
     if experts.dtype.kind not in "iu":
         raise TypeError(f"experts: got dtype {experts.dtype}, expected an integer dtype")
@@ -158,7 +158,7 @@ def route(
     Returns: `Routing`.
     """
     z = as_float64(logits, "logits")
-    steering = {
+    selection = {
         "score_function": score_function,
         "normalize": normalize,
         "expert_bias": expert_bias,
@@ -167,7 +167,7 @@ def route(
         "group_score_topk": group_score_topk,
     }
     real = _valid_tokens(z.shape[:-1], token_mask)
-    chosen = _selected_experts(z, topk, forced_experts, experts, token_mask, steering)
+    chosen = _selected_experts(z, topk, forced_experts, experts, token_mask, selection)
     weights = _unscaled_weights(z, chosen, score_function, normalize) * scaling_factor
     weights = np.where(chosen >= 0, weights, 0.0)
     auxiliary = aux_scores(z, score_function, token_mask)
@@ -207,7 +207,7 @@ def route_backward(
     as in `route`. Implements the formulas of section 4.
     """
     z = as_float64(logits, "logits")
-    steering = {
+    selection = {
         "score_function": score_function,
         "normalize": normalize,
         "expert_bias": expert_bias,
@@ -218,7 +218,7 @@ def route_backward(
     real = _valid_tokens(z.shape[:-1], token_mask)
     d_logits = np.zeros_like(z)
     if d_weights is not None:
-        chosen = _selected_experts(z, topk, forced_experts, experts, token_mask, steering)
+        chosen = _selected_experts(z, topk, forced_experts, experts, token_mask, selection)
         g = np.where(chosen >= 0, as_float64(d_weights, "d_weights") * scaling_factor, 0.0)
         d_logits += _weights_backward(z, chosen, g, score_function, normalize)
     if d_score_sum is not None:

@@ -167,15 +167,15 @@ def selection_agrees(
     got = np.asarray(experts).astype(np.int64)
     topk = got.shape[-1]
     groups = groups_in_use(num_groups, group_topk, group_score_topk)
-    steering = {"score_function": score_function, "normalize": normalize, "expert_bias": expert_bias}
+    scoring = {"score_function": score_function, "normalize": normalize, "expert_bias": expert_bias}
     grouping = {"num_groups": num_groups, "group_topk": group_topk, "group_score_topk": group_score_topk}
-    want = select(z, topk, token_mask=token_mask, **grouping, **steering)
+    want = select(z, topk, token_mask=token_mask, **grouping, **scoring)
     agrees = (got == want).all(-1)
     if expert_bias is None and groups is None:
         return agrees
     near_misses = ~agrees & (want >= 0).all(-1) & (got >= 0).all(-1) & (got < z.shape[-1]).all(-1)
     for token in zip(*np.nonzero(near_misses), strict=True):
-        agrees[token] = _row_agrees(got[token], z[token], groups, **steering)
+        agrees[token] = _row_agrees(got[token], z[token], groups, **scoring)
     return agrees
 
 
@@ -184,17 +184,17 @@ def _rounding(magnitude, score_function):
     return np.maximum(KEY_ULPS[score_function] * ulp, FLOAT32_TINY)
 
 
-def _precedes(keys, rounding, inputs, those):
-    """bool[n, len(those)]: whether index i has to precede those[j] on a backend that rounds to float32.
+def _precedes(keys, rounding, inputs, others):
+    """bool[n, len(others)]: whether index i has to precede others[j] on a backend that rounds to float32.
 
     inputs [n, ...]: the inputs of a key; equal inputs give equal keys on every backend.
     """
     rank = np.empty(keys.size, np.int64)
     rank[best_first(keys)] = np.arange(keys.size)
     with np.errstate(invalid="ignore"):
-        near = np.abs(keys[:, None] - keys[those]) <= np.maximum(rounding[:, None], rounding[those])
-    equal = (inputs[:, None] == inputs[those]).all(-1)
-    return (rank[:, None] < rank[those]) & (~near | equal)
+        near = np.abs(keys[:, None] - keys[others]) <= np.maximum(rounding[:, None], rounding[others])
+    equal = (inputs[:, None] == inputs[others]).all(-1)
+    return (rank[:, None] < rank[others]) & (~near | equal)
 
 
 def _row_agrees(got, z, groups, score_function, normalize, expert_bias):
@@ -229,9 +229,9 @@ def _kept_groups(got, z, inputs, computed, overtaken, groups, score_function, no
     kept = np.zeros(count, bool)
     kept[got // (z.size // count)] = True
     # A selected group without a selected expert must not contain an expert that precedes a selected one.
-    silent = ~overtaken.reshape(count, -1).any(-1)
+    compatible = ~overtaken.reshape(count, -1).any(-1)
     for group in best_first(group_scores):
-        if kept.sum() < kept_count and silent[group]:
+        if kept.sum() < kept_count and compatible[group]:
             kept[group] = True
     if kept.sum() != kept_count or precedes[~kept][:, kept].any():
         return None

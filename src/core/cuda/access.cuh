@@ -8,25 +8,25 @@
 
 namespace anabranch::cuda {
 
-// Loads a word if `there`; else leaves it unspecified. 8- and 16-byte words use a predicate: for an `if` the compiler
-// emits a branch that recomputes the address.
-__device__ __forceinline__ void load_if(bool there, const uint4* from, uint4* word) {
+// Loads a word if the condition holds; else leaves it unspecified. 8- and 16-byte words use a predicate: for an `if`
+// the compiler emits a branch that recomputes the address.
+__device__ __forceinline__ void load_if(bool condition, const uint4* from, uint4* word) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %4, 0;\n@p ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%5];\n}"
                : "=r"(word->x), "=r"(word->y), "=r"(word->z), "=r"(word->w)
-               : "r"(static_cast<unsigned>(there)), "l"(from));
+               : "r"(static_cast<unsigned>(condition)), "l"(from));
 }
-__device__ __forceinline__ void load_if(bool there, const uint2* from, uint2* word) {
+__device__ __forceinline__ void load_if(bool condition, const uint2* from, uint2* word) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %2, 0;\n@p ld.global.cs.v2.u32 {%0, %1}, [%3];\n}"
                : "=r"(word->x), "=r"(word->y)
-               : "r"(static_cast<unsigned>(there)), "l"(from));
+               : "r"(static_cast<unsigned>(condition)), "l"(from));
 }
 template <class Scalar>
-__device__ __forceinline__ void load_if(bool there, const Scalar* from, Scalar* word) {
-  if (there) *word = __ldcs(from);
+__device__ __forceinline__ void load_if(bool condition, const Scalar* from, Scalar* word) {
+  if (condition) *word = __ldcs(from);
 }
 
-// Loads streaming data of which whole cache lines are read: L2 fetches 256 bytes at a time, L1 does not allocate.
-__device__ __forceinline__ uint4 load_of_stream(const uint4* from) {
+// Loads streaming data. Use it where whole cache lines are read: L2 fetches 256 bytes at a time, L1 does not allocate.
+__device__ __forceinline__ uint4 load_streaming(const uint4* from) {
   uint4 word;
   asm volatile("ld.global.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];"
                : "=r"(word.x), "=r"(word.y), "=r"(word.z), "=r"(word.w)
@@ -34,27 +34,27 @@ __device__ __forceinline__ uint4 load_of_stream(const uint4* from) {
   return word;
 }
 
-// Stores a word if `there`.
-__device__ __forceinline__ void store_if(bool there, uint4* to, const uint4& word) {
+// Stores a word if the condition holds.
+__device__ __forceinline__ void store_if(bool condition, uint4* to, const uint4& word) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %0, 0;\n@p st.global.cs.v4.u32 [%1], {%2, %3, %4, %5};\n}" ::"r"(
-                   static_cast<unsigned>(there)),
+                   static_cast<unsigned>(condition)),
                "l"(to), "r"(word.x), "r"(word.y), "r"(word.z), "r"(word.w)
                : "memory");
 }
-__device__ __forceinline__ void store_if(bool there, uint2* to, const uint2& word) {
+__device__ __forceinline__ void store_if(bool condition, uint2* to, const uint2& word) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %0, 0;\n@p st.global.cs.v2.u32 [%1], {%2, %3};\n}" ::"r"(
-                   static_cast<unsigned>(there)),
+                   static_cast<unsigned>(condition)),
                "l"(to), "r"(word.x), "r"(word.y)
                : "memory");
 }
 template <class Scalar>
-__device__ __forceinline__ void store_if(bool there, Scalar* to, const Scalar& word) {
-  if (there) __stcs(to, word);
+__device__ __forceinline__ void store_if(bool condition, Scalar* to, const Scalar& word) {
+  if (condition) __stcs(to, word);
 }
 
-// Prefetches an address into L2 for a later load. The prefetch itself occupies no register.
-__device__ __forceinline__ void prefetch_if(bool there, const void* at) {
-  if (there) asm volatile("prefetch.global.L2 [%0];" : : "l"(at));
+// Prefetches an address into L2 for a later load, if the condition holds. The prefetch itself occupies no register.
+__device__ __forceinline__ void prefetch_if(bool condition, const void* at) {
+  if (condition) asm volatile("prefetch.global.L2 [%0];" : : "l"(at));
 }
 
 // Hides the value of a word from the compiler, so that it cannot hoist computations on the word out of a loop.

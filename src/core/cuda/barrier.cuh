@@ -30,9 +30,9 @@ class Barrier {
   __device__ void arrive_in_block(uint32_t block) {
     asm volatile(
         "{\n"
-        ".reg .u32 there;\n"
-        "mapa.shared::cluster.u32 there, %0, %1;\n"
-        "mbarrier.arrive.shared::cluster.b64 _, [there];\n"
+        ".reg .u32 remote;\n"
+        "mapa.shared::cluster.u32 remote, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
         "}\n"
         :
         : "r"(address()), "r"(block)
@@ -103,8 +103,8 @@ struct RingPosition {
   int stage = 0;
   uint32_t phase = 0;
 
-  // The position of the n-th use of the ring.
-  static __device__ RingPosition of(int n) {
+  // Returns the position of the n-th use of the ring.
+  static __device__ RingPosition nth(int n) {
     const auto use = static_cast<uint32_t>(n);  // unsigned division and remainder take fewer instructions
     return {static_cast<int>(use % kStages), use / kStages & 1u};
   }

@@ -5,7 +5,7 @@
 
 namespace anabranch::cuda {
 
-// The rank of the block in its cluster of kBlocks.
+// The rank of the block in its cluster of kBlocks blocks.
 template <int kBlocks>
 __device__ __forceinline__ uint32_t block_in_cluster() {
   return kBlocks == 1 ? 0 : blockIdx.x % kBlocks;
@@ -30,7 +30,7 @@ struct Multicast {
   uint16_t to;
 
   // Without multicast the block loads all boxes, for itself alone.
-  __device__ static Multicast of(bool multicasts) {
+  __device__ static Multicast make(bool multicasts) {
     const auto block = static_cast<int>(block_in_cluster<kBlocks>());
     if (multicasts) return {block, kBlocks, static_cast<uint16_t>((1 << kBlocks) - 1)};
     return {0, 1, static_cast<uint16_t>(1 << block)};
@@ -43,7 +43,7 @@ struct Multicast<1> {
   static constexpr int first = 0;
   static constexpr int count = 1;
 
-  __device__ static Multicast of(bool) { return {}; }
+  __device__ static Multicast make(bool) { return {}; }
 };
 
 }  // namespace anabranch::cuda

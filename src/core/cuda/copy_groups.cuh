@@ -10,8 +10,9 @@ __device__ __forceinline__ void copy_async_16(uint32_t to, const void* source) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(source) : "memory");
 }
 
-// Copies 16 bytes, or writes zeros without reading if not `is_there`. Prefetches the surrounding 256 bytes into L2.
-__device__ __forceinline__ void copy_async_16(uint32_t to, const void* source, bool is_there) {
+// Copies 16 bytes if the condition holds; else writes zeros without reading. Prefetches the surrounding 256 bytes into
+// L2.
+__device__ __forceinline__ void copy_async_16(uint32_t to, const void* source, bool condition) {
   asm volatile(
       "{\n"
       ".reg .pred nothing;\n"
@@ -19,13 +20,14 @@ __device__ __forceinline__ void copy_async_16(uint32_t to, const void* source, b
       "cp.async.cg.shared.global.L2::256B [%0], [%1], 16, nothing;\n"
       "}"
       :
-      : "r"(to), "l"(source), "r"(static_cast<uint32_t>(is_there))
+      : "r"(to), "l"(source), "r"(static_cast<uint32_t>(condition))
       : "memory");
 }
 
-// Copies 4 or 8 bytes, or writes zeros without reading. The address must be a multiple of the size.
+// Copies 4 or 8 bytes if the condition holds; else writes zeros without reading. The addresses must be multiples of
+// the size.
 template <int kBytes>
-__device__ __forceinline__ void copy_async(uint32_t to, const void* source, bool is_there) {
+__device__ __forceinline__ void copy_async(uint32_t to, const void* source, bool condition) {
   static_assert(kBytes == 4 || kBytes == 8, "copy_async copies 4 or 8 bytes; use copy_async_16 for 16 bytes");
   asm volatile(
       "{\n"
@@ -34,7 +36,7 @@ __device__ __forceinline__ void copy_async(uint32_t to, const void* source, bool
       "cp.async.ca.shared.global [%0], [%1], %2, nothing;\n"
       "}"
       :
-      : "r"(to), "l"(source), "n"(kBytes), "r"(static_cast<uint32_t>(is_there))
+      : "r"(to), "l"(source), "n"(kBytes), "r"(static_cast<uint32_t>(condition))
       : "memory");
 }
 

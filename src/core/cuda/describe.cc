@@ -27,10 +27,10 @@ void append_path(char* text, size_t size, size_t* used, int device, const anabra
   const PathChoice choice = first_path(device_info);
   if (status.code != AB_OK) {
     append(text, size, used, "%s\n", status.message);
-  } else if (choice.why_not_hopper == nullptr) {
+  } else if (choice.hopper_unsupported_reason == nullptr) {
     append(text, size, used, "%s kernels first\n", name_of(choice.path));
   } else {
-    append(text, size, used, "%s kernels first, since %s\n", name_of(choice.path), choice.why_not_hopper);
+    append(text, size, used, "%s kernels first, since %s\n", name_of(choice.path), choice.hopper_unsupported_reason);
   }
 }
 

@@ -12,7 +12,7 @@ struct Device {
   bool is_hopper() const { return capability == 90; }
 };
 
-// Returns AB_UNSUPPORTED if there is no device of compute capability 8.0 or newer.
+// Finds the current device. Returns AB_UNSUPPORTED if there is none of compute capability 8.0 or newer.
 ab_status find_device(const char* operation, Device* result);
 
 }  // namespace anabranch::cuda

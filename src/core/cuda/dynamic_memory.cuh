@@ -3,7 +3,7 @@
 
 namespace anabranch::cuda {
 
-// As an array; the launch determines its length.
+// Returns the memory as an array. The launch determines its length.
 template <class T>
 __device__ __forceinline__ T* dynamic_shared_array() {
   extern __shared__ __align__(256) char memory[];
@@ -11,7 +11,7 @@ __device__ __forceinline__ T* dynamic_shared_array() {
   return reinterpret_cast<T*>(memory);
 }
 
-// As one object.
+// Returns the memory as one object.
 template <class T>
 __device__ __forceinline__ T& dynamic_shared_memory() {
   return *dynamic_shared_array<T>();

@@ -31,7 +31,7 @@ struct Launch {
 
 #if defined(__CUDACC__)
 
-// The major compute capabilities, as bits, for which this file is compiled and whose devices support the overlap.
+// The major compute capabilities, one bit each, for which this file is compiled and whose devices support the overlap.
 constexpr unsigned kOverlappingGenerations = [] {
   unsigned generations = 0;
   for (const int architecture : {__CUDA_ARCH_LIST__}) {
@@ -57,10 +57,11 @@ template <class Kernel>
 void share_memory(Kernel kernel, size_t bytes) {
   constexpr size_t kReservedBytes = 16 << 10;  // 1 KiB per block
   int device = 0;
-  int most = 0;
+  int capacity = 0;
   if (cudaGetDevice(&device) == cudaSuccess &&
-      cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device) == cudaSuccess && most > 0) {
-    const size_t percent = (bytes + kReservedBytes) * 100 / static_cast<size_t>(most) + 1;
+      cudaDeviceGetAttribute(&capacity, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device) == cudaSuccess &&
+      capacity > 0) {
+    const size_t percent = (bytes + kReservedBytes) * 100 / static_cast<size_t>(capacity) + 1;
     if (cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
                              static_cast<int>(percent < 100 ? percent : 100)) == cudaSuccess) {
       return;
@@ -108,17 +109,17 @@ ab_status launch(const char* name, void (*kernel)(Parameters...), const Launch& 
   return failure == cudaSuccess ? ok() : failed(name, failure);
 }
 
-// In a kernel that overlaps_previous: the results of the previous kernel can be read after this call, but not by __ldg,
-// which requires that nobody writes the data while the kernel runs; the kernel may have begun before the writer ended.
-// Data that is read before this call, because its writer is known to have ended, must be read by __ldcg: writes of
-// other kernels become visible in L1 only here.
+// A kernel that overlaps_previous calls this before it reads results of the previous kernel. It must not read them by
+// __ldg, which requires that nobody writes the data while the kernel runs; the kernel may have begun before the writer
+// ended. Data that is read before this call, because its writer is known to have ended, must be read by __ldcg: writes
+// of other kernels become visible in L1 only here.
 __device__ __forceinline__ void wait_for_previous_kernel() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   cudaGridDependencySynchronize();
 #endif
 }
 
-// In the previous kernel: the next kernel may start, and wait.
+// The previous kernel calls this: from now on the next kernel may start, up to its wait.
 __device__ __forceinline__ void let_next_kernel_start() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   cudaTriggerProgrammaticLaunchCompletion();

@@ -8,7 +8,7 @@
 
 namespace anabranch::cuda {
 
-// In the order in which they are tried.
+// Sets of kernels, in the order in which they are tried.
 enum class Path : int32_t {
   hopper,   // wgmma, on compute capability 9.0
   portable  // mma.sync, on compute capability 8.0 and newer
@@ -17,17 +17,17 @@ const char* name_of(Path path);
 
 struct PathChoice {
   Path path = Path::portable;
-  const char* why_not_hopper = nullptr;  // set unless the path is hopper
+  const char* hopper_unsupported_reason = nullptr;  // set unless the path is hopper
 };
 
 // The first path to try on a device. ANABRANCH_CUDA_PATH may exclude an earlier path that the device supports.
 PathChoice first_path(const Device& device);
 
-// An error if the value of that variable is unknown.
+// Returns an error if ANABRANCH_CUDA_PATH has an unknown value.
 ab_status check_path();
 
-// The current device, for an operation of the experts. Returns AB_UNSUPPORTED also if the value of the variable is
-// unknown.
+// find_device() for an operation of the experts. Also returns AB_UNSUPPORTED if ANABRANCH_CUDA_PATH has an unknown
+// value.
 ab_status find_device_of_experts(const char* operation, Device* device);
 
 }  // namespace anabranch::cuda

@@ -13,8 +13,8 @@ namespace {
 
 constexpr int64_t kAlignment = 16;  // of addresses and strides, in bytes
 
-// Returns a function of the driver, or nullptr if no driver provides it. `found` caches a function that was found, but
-// not a failure: a later call may succeed.
+// Returns a function of the driver, or nullptr if no driver provides it. The cache holds functions but no failures: a
+// later call may succeed.
 template <class Function>
 Function find(const char* name, unsigned since, std::atomic<Function>& cached) {
   if (const Function function = cached.load(std::memory_order_relaxed); function != nullptr) return function;
@@ -34,9 +34,9 @@ std::atomic<decltype(&cuCtxGetCurrent)> cached_current{nullptr};
 
 // Makes the runtime's context current if this thread has no context, which is the case before its first call of most
 // runtime functions. These calls are permitted during the capture of a graph.
-void take_context() {
-  constexpr unsigned kSince = 4000;  // CUDA 4.0
-  const auto current = find("cuCtxGetCurrent", kSince, cached_current);
+void make_context_current() {
+  constexpr unsigned kSinceVersion = 4000;  // CUDA 4.0
+  const auto current = find("cuCtxGetCurrent", kSinceVersion, cached_current);
   CUcontext context = nullptr;
   if (current == nullptr || current(&context) != CUDA_SUCCESS || context != nullptr) return;
   int device = 0;
@@ -56,12 +56,12 @@ template <size_t kRank>
 ab_status encode(const char* name, const void* data, int32_t dtype, const std::array<cuuint64_t, kRank>& sizes,
                  const std::array<cuuint64_t, kRank - 1>& strides, const std::array<cuuint32_t, kRank>& box,
                  CUtensorMap* map) {
-  constexpr unsigned kSince = 12000;  // CUDA 12.0
-  const auto function = find("cuTensorMapEncodeTiled", kSince, cached_encode);
+  constexpr unsigned kSinceVersion = 12000;  // CUDA 12.0
+  const auto function = find("cuTensorMapEncodeTiled", kSinceVersion, cached_encode);
   if (function == nullptr) return error(AB_UNSUPPORTED, "%s: the driver has no cuTensorMapEncodeTiled", name);
   std::array<cuuint32_t, kRank> steps;
   steps.fill(1);
-  take_context();
+  make_context_current();
   const CUresult failure = function(map, map_type(dtype), kRank, const_cast<void*>(data), sizes.data(), strides.data(),
                                     box.data(), steps.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
@@ -85,10 +85,10 @@ bool fits_tensor_map(const void* data, int32_t dtype, int64_t columns) {
 // through such maps.
 ab_status make_row_window_map(const char* name, const void* data, int32_t dtype, int64_t columns, int box_columns,
                               int box_rows, CUtensorMap* map, int64_t elements) {
-  constexpr cuuint64_t kAnyNumber = 0x7fff0000;  // nearly the largest coordinate: `end` and 2^30 are always in range
+  constexpr cuuint64_t kAnySize = 0x7fff0000;  // nearly the largest coordinate: `end` and 2^30 are always in range
   const cuuint64_t stride = row_bytes(elements > 0 ? elements : columns, dtype);
   return encode<4>(name, data, dtype,
-                   {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(kMostWindowRows), kAnyNumber, kAnyNumber},
+                   {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(kMaxWindowRows), kAnySize, kAnySize},
                    {stride, stride, (cuuint64_t{1} << 34) - stride},
                    {static_cast<cuuint32_t>(box_columns), static_cast<cuuint32_t>(box_rows), 1, 1}, map);
 }

@@ -15,7 +15,7 @@ bool fits_tensor_map(const void* data, int32_t dtype, int64_t columns);
 
 // Boxes of `box_columns` x `box_rows` of a row-major [rows, columns], in which any range of rows acts as a matrix of
 // its own: reads past the range return zeros, and writes past it are discarded. Coordinates are WindowCoordinates
-// (tma.cuh); a range has fewer than kMostWindowRows rows. box_columns must fill 128 bytes; shared memory has the
+// (tma.cuh); a range has fewer than kMaxWindowRows rows. box_columns must fill 128 bytes; shared memory has the
 // 128-byte swizzle. `stride`: elements from row to row; 0: `columns`.
 ab_status make_row_window_map(const char* name, const void* data, int32_t dtype, int64_t columns, int box_columns,
                               int box_rows, CUtensorMap* map, int64_t stride = 0);
@@ -32,6 +32,6 @@ ab_status make_matrices_map(const char* name, const void* data, int32_t dtype, i
 ab_status make_shuffled_matrices_map(const char* name, const void* data, int32_t dtype, int64_t matrices, int64_t rows,
                                      int64_t columns, int box_columns, CUtensorMap* map);
 
-constexpr int64_t kMostWindowRows = int64_t{1} << 30;
+constexpr int64_t kMaxWindowRows = int64_t{1} << 30;
 
 }  // namespace anabranch::cuda

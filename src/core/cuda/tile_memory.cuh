@@ -22,7 +22,7 @@ __device__ __forceinline__ constexpr uint32_t swizzled(uint32_t row, uint32_t ch
 }
 
 // Advances an address in chunk c of a row to chunk c + chunks of that row. c and `chunks` must have no common bits.
-__device__ __forceinline__ constexpr uint32_t chunks_on(uint32_t address, uint32_t chunks) {
+__device__ __forceinline__ constexpr uint32_t advance_chunks(uint32_t address, uint32_t chunks) {
   return address ^ chunks << 4;
 }
 

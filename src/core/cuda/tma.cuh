@@ -23,13 +23,13 @@ struct MatrixCoordinates {
   int matrix;
 };
 
-constexpr int kWindow = 1 << 30;  // kMostWindowRows
+constexpr int kWindow = 1 << 30;  // kMaxWindowRows
 
 __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" : : "l"(&map) : "memory");
 }
 
-// Loads a box. The phase of `barrier` must expect all its bytes, including zeros outside the tensor.
+// Loads a box. The phase of `barrier` must expect all bytes of the box, including zeros outside the tensor.
 __device__ __forceinline__ void load_box(const CUtensorMap& map, uint32_t to, Barrier& barrier,
                                          const WindowCoordinates& at) {
   asm volatile(

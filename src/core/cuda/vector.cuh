@@ -90,7 +90,7 @@ struct Vector {
     Bytes all = bytes;
     return part(all, i);
   }
-  __device__ __forceinline__ static Vector of_words(const uint32_t (&words)[N / 2]) {
+  __device__ __forceinline__ static Vector from_words(const uint32_t (&words)[N / 2]) {
     static_assert(sizeof(T) == 2 && sizeof(Bytes) >= 8, "a word holds two 16-bit elements");
     Vector result;
 #pragma unroll
@@ -98,14 +98,14 @@ struct Vector {
     return result;
   }
 
-  // This vector if `these`, else zeros.
-  __device__ __forceinline__ Vector or_zeros(bool these) const {
+  // This vector if the condition holds, else zeros.
+  __device__ __forceinline__ Vector or_zeros(bool condition) const {
     static_assert(sizeof(Bytes) >= 8, "the vector consists of 32-bit words");
     Vector result;
 #pragma unroll
     for (int i = 0; i < static_cast<int>(sizeof(Bytes)) / 4; ++i) {
       Bytes all = bytes;
-      part(result.bytes, i) = these ? part(all, i) : 0u;
+      part(result.bytes, i) = condition ? part(all, i) : 0u;
     }
     return result;
   }

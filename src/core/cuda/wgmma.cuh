@@ -64,9 +64,9 @@ __device__ __forceinline__ void finish_accumulators(float (&d)[kCount]) {
   for (float& value : d) asm volatile("" : "+f"(value)::"memory");
 }
 
-// For epilogues that change accumulators conditionally: the compiler would change them in their own registers, and
-// would then wait for every single wgmma. So accumulators start with unspecified values for every tile, and epilogues
-// change copies.
+// These two functions serve epilogues that change accumulators conditionally. The compiler would change accumulators in
+// their own registers, and would then wait for every single wgmma. So accumulators start with unspecified values for
+// every tile, and epilogues change copies.
 template <int kCount>
 __device__ __forceinline__ void begin_accumulators(float (&d)[kCount]) {
 #pragma unroll

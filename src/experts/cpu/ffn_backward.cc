@@ -15,7 +15,7 @@ struct Backward {
   FfnSizes s;
   Activation activation;
   bool fp8;
-  HiddenParts parts;
+  IntermediateParts parts;
   int threads;
   Workspace workspace;
   GroupedRows rows;
@@ -103,7 +103,7 @@ struct Backward {
   int64_t max_parts() const { return std::max<int64_t>(ColumnParts(s.F, 1).count(), 1); }
 
   // da' = d_y W_out^T, dh = phi'(h) w da', w a, and partial sums of <da', a>.
-  void hidden() {
+  void intermediate() {
     const ColumnParts pieces(s.F, rows.num_tiles, w_out.matrices().column_step());
     if (dots != nullptr && pieces.count() == 0) std::fill_n(dots, s.R, 0.0f);  // F = 0: <da', a> has no terms
     parallel_for(threads, rows.num_tiles * pieces.count(), [&](int64_t task, int thread) {
@@ -113,13 +113,13 @@ struct Backward {
       if (dot != nullptr) std::fill_n(dot, tile.rows, 0.0f);
       const int64_t end = pieces.end(part);
       for (int64_t begin = pieces.begin(part); begin < end; begin += kTileColumns) {
-        hidden_tile(tile, begin, std::min(kTileColumns, end - begin), dot, thread);
+        intermediate_tile(tile, begin, std::min(kTileColumns, end - begin), dot, thread);
       }
     });
     if (args.d_weights != nullptr) write_d_weights(pieces.count());
   }
 
-  void hidden_tile(const RowTile& tile, int64_t begin, int64_t n, float* dot, int thread) {
+  void intermediate_tile(const RowTile& tile, int64_t begin, int64_t n, float* dot, int thread) {
     if (tile.expert < 0) {
       parts.clear(dh, tile.begin, begin, tile.rows, n);
       for (int64_t part = 0; part < s.P; ++part) {
@@ -130,7 +130,7 @@ struct Backward {
     }
     float* c = products.tile(thread);
     const bool transposed = w_out.matrices().transposed;
-    const Matrix w = w_out.matrices().of_expert(tile.expert, s.F, s.D);
+    const Matrix w = w_out.matrices().expert_matrix(tile.expert, s.F, s.D);
     const RightHandSide rhs{transposed ? at(w, begin, 0) : at(w, 0, begin), {c, AB_FLOAT32, n, nullptr}};
     products.multiply(thread, at(d_y, tile.begin, 0), false, {&rhs, 1}, transposed, tile.rows, n, s.D);
     const Matrix h_rows = matrix_of(args.h, 0, s.P * s.F);
@@ -138,9 +138,9 @@ struct Backward {
     const Matrix d_parts[2] = {parts.gate(dh, tile.begin, begin), parts.up(dh, tile.begin, begin)};
     const QuantizedRows q_parts[2] = {part_of_dh_q(tile.begin, 0, begin), part_of_dh_q(tile.begin, s.P - 1, begin)};
     const int32_t* tokens = rows.tokens == nullptr ? nullptr : rows.tokens + tile.begin;
-    products.kernels().hidden_backward(activation, parts.order, {c, n, tile.rows, n, tokens},
-                                       rows.scale == nullptr ? nullptr : rows.scale + tile.begin, h, d_parts, q_parts,
-                                       at(weighted_a, tile.begin, begin), dot);
+    products.kernels().intermediate_backward(activation, parts.order, {c, n, tile.rows, n, tokens},
+                                             rows.scale == nullptr ? nullptr : rows.scale + tile.begin, h, d_parts,
+                                             q_parts, at(weighted_a, tile.begin, begin), dot);
   }
 
   // d_w = <da', a> + <d_y, b_out>; zero for assignments without a row.
@@ -202,7 +202,7 @@ struct Backward {
                           {fp8 ? dh_q.q : dh, w_in.matrices(), matrix_of(args.dx_rows, 0, s.D), s.D, s.P * s.F});
   }
 
-  // The row of d_out of each row's token.
+  // d_out with one row per row of the experts: that of the row's token.
   Matrix d_out() const { return matrix_of(args.d_out, 0, s.D, rows.tokens); }
 };
 
@@ -230,7 +230,7 @@ ab_status ab_expert_ffn_backward(const ab_expert_ffn_backward_args* args, const 
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
   op.rows.fill(op.threads, args->group_sizes, args->slot_of_row, args->weights, s.T, s.K);
   op.quantize();
-  if (args->h != nullptr) op.hidden();
+  if (args->h != nullptr) op.intermediate();
   op.weights();
   op.inputs();
   return op.products.status();

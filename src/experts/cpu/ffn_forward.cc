@@ -15,8 +15,8 @@ struct Forward {
   FfnSizes s;
   Activation activation;
   bool fp8;
-  HiddenParts parts;          // of h and b_in
-  HiddenParts product_parts;  // of W_in as operand B
+  IntermediateParts parts;          // of h and b_in
+  IntermediateParts product_parts;  // of W_in as operand B
   int threads;
   Workspace workspace;
   GroupedRows rows;
@@ -121,9 +121,9 @@ struct Forward {
     float memory[2 * kTileColumns];
     const float* bias = args.b_in == nullptr ? nullptr : memory;
     if (bias != nullptr) load_bias(tile.expert, begin, n, memory);
-    products.kernels().hidden(activation, parts.order, product_parts.order, {c, width, tile.rows, n, tokens_of(tile)},
-                              bias, args.weight_early != 0 ? scale_of(tile) : nullptr, h, at(a, tile.begin, begin),
-                              columns_of(a_q, tile, begin));
+    products.kernels().intermediate(
+        activation, parts.order, product_parts.order, {c, width, tile.rows, n, tokens_of(tile)}, bias,
+        args.weight_early != 0 ? scale_of(tile) : nullptr, h, at(a, tile.begin, begin), columns_of(a_q, tile, begin));
   }
 
   // Loads b_in for columns begin..begin+n of gate and up, in the order of the tile.
@@ -158,7 +158,7 @@ struct Forward {
 
   // W_in of an expert from one of its P F columns on: [D, columns], or its transpose as stored.
   Matrix columns_of_w_in(int64_t expert, int64_t column) const {
-    const Matrix w = w_in.matrices().of_expert(expert, s.P * s.F, s.D);
+    const Matrix w = w_in.matrices().expert_matrix(expert, s.P * s.F, s.D);
     return w_in.matrices().transposed ? at(w, column, 0) : at(w, 0, column);
   }
   static QuantizedRows columns_of(const QuantizedRows& rows, const RowTile& tile, int64_t begin) {

@@ -39,7 +39,7 @@ struct GroupedMatmulCombine {
     return {sizeof(ab_combine_args), &y, args.row_of_slot, is_early() ? nullptr : args.weights, args.out, args.addend};
   }
 
-  // The sum uses the remaining workspace.
+  // Gives the remaining workspace to the sum over the assignments of a token.
   ab_status take_workspace_of_sum() {
     size_t bytes_before = 0;
     AB_RETURN_IF_ERROR(report_workspace(workspace.size(), &bytes_before));  // checks that [R, N] can be a tensor

@@ -35,7 +35,7 @@ struct ColumnParts {
   int64_t columns;
   int64_t width;
 
-  // step: `width` is a multiple of it.
+  // The width of a part is a multiple of `step`.
   ColumnParts(int64_t num_columns, int64_t row_tiles, int64_t step = 64);
   int64_t count() const { return width == 0 ? 0 : (columns + width - 1) / width; }
   int64_t begin(int64_t part) const { return part * width; }

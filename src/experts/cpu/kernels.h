@@ -1,4 +1,4 @@
-// Per-ISA kernels that run on a tile before and after its GEMM.
+// Kernels that run on a tile before and after its GEMM, one set per instruction set.
 #pragma once
 
 #include <cstdint>
@@ -42,7 +42,7 @@ struct ResultTile {
 };
 
 // Column order of intermediate rows: gate before up, or interleaved.
-struct HiddenColumns {
+struct GateUpOrder {
   bool gated;
   bool interleaved;
 
@@ -64,18 +64,18 @@ struct ExpertKernels {
   //   h += bias;  a = scale phi(h_gate, h_up);  zero in padding rows.
   // h[0], h[1]: destinations of gate and up from their first columns on, in the order `order`. data nullptr: h or `a`
   // is not requested; `a` still has the dtype of h. a_q is quantised from float32; its columns are whole blocks.
-  void (*hidden)(const Activation& activation, const HiddenColumns& order, const HiddenColumns& tile_order,
-                 const ResultTile& tile, const float* bias, const float* scale, const Matrix (&h)[2], const Matrix& a,
-                 const QuantizedRows& a_q);
+  void (*intermediate)(const Activation& activation, const GateUpOrder& order, const GateUpOrder& tile_order,
+                       const ResultTile& tile, const float* bias, const float* scale, const Matrix (&h)[2],
+                       const Matrix& a, const QuantizedRows& a_q);
 
   // tile holds da'. h[0] and h[1] start at the first columns of gate and up; dh[0] and dh[1] receive their gradients
   // and may alias h.
   //   dot += <da', a>;  dh = phi'(h) scale da';  weighted_a = scale a;  zero in padding rows.
   // dot [rows], or nullptr. weighted_a.data, dh[0].data nullptr: not requested. dh_q: gate and up, rounded to the dtype
   // of h and then quantised.
-  void (*hidden_backward)(const Activation& activation, const HiddenColumns& order, const ResultTile& tile,
-                          const float* scale, const Matrix (&h)[2], const Matrix (&dh)[2],
-                          const QuantizedRows (&dh_q)[2], const Matrix& weighted_a, float* dot);
+  void (*intermediate_backward)(const Activation& activation, const GateUpOrder& order, const ResultTile& tile,
+                                const float* scale, const Matrix (&h)[2], const Matrix (&dh)[2],
+                                const QuantizedRows (&dh_q)[2], const Matrix& weighted_a, float* dot);
 
   // Writes rows of zeros with scales of 1.
   void (*clear_quantized)(const QuantizedRows& rows, int64_t count, int64_t columns);

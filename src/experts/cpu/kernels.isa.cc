@@ -153,15 +153,15 @@ void store_columns(T* to, int64_t step, int64_t count, const Value& value) {
 }
 
 // Loads columns of the tile and adds the bias.
-void load_hidden(const float* tile, const float* bias, int64_t step, int64_t count, float* to) {
+void load_h(const float* tile, const float* bias, int64_t step, int64_t count, float* to) {
   load_columns(tile, step, count, to);
   for (int64_t j = 0; bias != nullptr && j < count; ++j) to[j] += bias[j * step];
 }
 
 template <class T>
-void hidden_row(const Activation& activation, Activate activate, const HiddenColumns& order,
-                const HiddenColumns& tile_order, const float* tile, const float* bias, float w, int64_t columns,
-                T* h_gate, T* h_up, T* a, const QuantizedRows& a_q, int64_t row) {
+void h_row(const Activation& activation, Activate activate, const GateUpOrder& order, const GateUpOrder& tile_order,
+           const float* tile, const float* bias, float w, int64_t columns, T* h_gate, T* h_up, T* a,
+           const QuantizedRows& a_q, int64_t row) {
   const int64_t step = order.step();
   const int64_t tile_step = tile_order.step();
   const int64_t up_begin = tile_order.interleaved ? 1 : columns;
@@ -172,10 +172,10 @@ void hidden_row(const Activation& activation, Activate activate, const HiddenCol
     float product[kChunk];
     const int64_t at = begin * step;
     const int64_t in_tile = begin * tile_step;
-    load_hidden(tile + in_tile, bias == nullptr ? nullptr : bias + in_tile, tile_step, count, gate);
+    load_h(tile + in_tile, bias == nullptr ? nullptr : bias + in_tile, tile_step, count, gate);
     if (order.gated) {
       const int64_t up_at = up_begin + in_tile;
-      load_hidden(tile + up_at, bias == nullptr ? nullptr : bias + up_at, tile_step, count, up);
+      load_h(tile + up_at, bias == nullptr ? nullptr : bias + up_at, tile_step, count, up);
     }
     activate(activation, gate, up, count, product);
     for (int64_t j = 0; j < count; ++j) product[j] *= w;
@@ -210,9 +210,9 @@ void clear_quantized_row(const QuantizedRows& rows, int64_t i, int64_t columns) 
   clear_quantized(row, 1, columns);
 }
 
-void hidden(const Activation& activation, const HiddenColumns& order, const HiddenColumns& tile_order,
-            const ResultTile& tile, const float* bias, const float* scale, const Matrix (&h)[2], const Matrix& a,
-            const QuantizedRows& a_q) {
+void intermediate(const Activation& activation, const GateUpOrder& order, const GateUpOrder& tile_order,
+                  const ResultTile& tile, const float* bias, const float* scale, const Matrix (&h)[2], const Matrix& a,
+                  const QuantizedRows& a_q) {
   const Activate activate = activate_of(activation, order.gated);
   with_float_type(a.dtype, [&]<class T>(T) {
     for (int64_t i = 0; i < tile.rows; ++i) {
@@ -230,8 +230,8 @@ void hidden(const Activation& activation, const HiddenColumns& order, const Hidd
         if (h_gate != nullptr) clear_columns(h_gate, order.step(), tile.columns);
         if (h_up != nullptr) clear_columns(h_up, order.step(), tile.columns);
       } else {
-        hidden_row(activation, activate, order, tile_order, tile.data + i * tile.stride, bias,
-                   scale == nullptr ? 1.0f : scale[i], tile.columns, h_gate, h_up, to, a_q, i);
+        h_row(activation, activate, order, tile_order, tile.data + i * tile.stride, bias,
+              scale == nullptr ? 1.0f : scale[i], tile.columns, h_gate, h_up, to, a_q, i);
       }
     }
   });
@@ -262,9 +262,9 @@ void quantize_rounded(float* values, int64_t count, const QuantizedRows& rows, i
 
 // Reads each chunk of h before it writes the same chunk of dh, which may alias h. Returns <da', a>.
 template <class T>
-float hidden_backward_row(const Activation& activation, ActivateWithSlopes activate, const HiddenColumns& order,
-                          const float* d_a, float w, int64_t columns, const T* h_gate, const T* h_up, T* d_gate,
-                          T* d_up, const QuantizedRows (&dh_q)[2], int64_t row, T* weighted_a) {
+float intermediate_backward_row(const Activation& activation, ActivateWithSlopes activate, const GateUpOrder& order,
+                                const float* d_a, float w, int64_t columns, const T* h_gate, const T* h_up, T* d_gate,
+                                T* d_up, const QuantizedRows (&dh_q)[2], int64_t row, T* weighted_a) {
   const int64_t step = order.step();
   float lanes[kLanes] = {};
   for (int64_t begin = 0; begin < columns; begin += kChunk) {
@@ -290,9 +290,9 @@ float hidden_backward_row(const Activation& activation, ActivateWithSlopes activ
   return sum_lanes(lanes);
 }
 
-void hidden_backward(const Activation& activation, const HiddenColumns& order, const ResultTile& tile,
-                     const float* scale, const Matrix (&h)[2], const Matrix (&dh)[2], const QuantizedRows (&dh_q)[2],
-                     const Matrix& weighted_a, float* dot) {
+void intermediate_backward(const Activation& activation, const GateUpOrder& order, const ResultTile& tile,
+                           const float* scale, const Matrix (&h)[2], const Matrix (&dh)[2],
+                           const QuantizedRows (&dh_q)[2], const Matrix& weighted_a, float* dot) {
   const ActivateWithSlopes activate = activate_with_slopes_of(activation, order.gated);
   with_float_type(h[0].dtype, [&]<class T>(T) {
     for (int64_t i = 0; i < tile.rows; ++i) {
@@ -312,9 +312,9 @@ void hidden_backward(const Activation& activation, const HiddenColumns& order, c
         continue;
       }
       const T* h_up = order.gated ? row_of<const T>(h[1], i) : nullptr;
-      const float product = hidden_backward_row(activation, activate, order, tile.data + i * tile.stride,
-                                                scale == nullptr ? 1.0f : scale[i], tile.columns,
-                                                row_of<const T>(h[0], i), h_up, d_gate, d_up, dh_q, i, a);
+      const float product = intermediate_backward_row(activation, activate, order, tile.data + i * tile.stride,
+                                                      scale == nullptr ? 1.0f : scale[i], tile.columns,
+                                                      row_of<const T>(h[0], i), h_up, d_gate, d_up, dh_q, i, a);
       if (dot != nullptr) dot[i] += product;
     }
   });
@@ -396,6 +396,7 @@ void multiply(bool transpose_a, bool transpose_b, int64_t m, int64_t n, int64_t 
 
 }  // namespace
 
-const ExpertKernels kExperts = {load, store, hidden, hidden_backward, clear_quantized, row_dots, column_sums, multiply};
+const ExpertKernels kExperts = {load,     store,       intermediate, intermediate_backward, clear_quantized,
+                                row_dots, column_sums, multiply};
 
 }  // namespace anabranch::AB_ISA

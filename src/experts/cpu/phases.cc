@@ -40,8 +40,9 @@ void GroupedRows::fill(int threads, const ab_tensor* group_sizes, const ab_tenso
 }
 
 int threads_for(const ab_exec* exec, int64_t R, int64_t elements_per_row) {
-  constexpr double kWorthThreads = 2e6;  // multiply-adds: roughly the time OpenMP takes to wake its threads
-  return static_cast<double>(R) * static_cast<double>(elements_per_row) < kWorthThreads ? 1 : num_threads(exec);
+  constexpr double kMinMultiplyAdds =
+      2e6;  // multiply-adds, which take about as long as OpenMP takes to wake its threads
+  return static_cast<double>(R) * static_cast<double>(elements_per_row) < kMinMultiplyAdds ? 1 : num_threads(exec);
 }
 
 ExpertMatrices matrices_of(const ab_tensor* tensor, bool transposed) {
@@ -49,7 +50,7 @@ ExpertMatrices matrices_of(const ab_tensor* tensor, bool transposed) {
   return {m.data, m.dtype, transposed};
 }
 
-Matrix ExpertMatrices::of_expert(int64_t e, int64_t N, int64_t D) const {
+Matrix ExpertMatrices::expert_matrix(int64_t e, int64_t N, int64_t D) const {
   Matrix m{data, dtype, transposed ? D : N, nullptr, scales};
   if (data != nullptr) m.data = static_cast<char*>(data) + e * N * D * dtype_size(dtype);
   if (scales.data != nullptr) m.scales.data += e * (N / kScaleBlock) * (D / kScaleBlock);
@@ -86,7 +87,7 @@ void multiply_grouped_rows(Products& products, int threads, const GroupedRows& r
         continue;
       }
       float* c = products.tile(thread);
-      const Matrix w = op.w.of_expert(tile.expert, op.N, op.D);
+      const Matrix w = op.w.expert_matrix(tile.expert, op.N, op.D);
       const RightHandSide rhs{op.w.transposed ? at(w, begin, 0) : at(w, 0, begin), {c, AB_FLOAT32, n, nullptr}};
       products.multiply(thread, at(op.x, tile.begin, 0), false, {&rhs, 1}, op.w.transposed, tile.rows, n, op.D,
                         rows.R - tile.begin);
@@ -98,7 +99,7 @@ void multiply_grouped_rows(Products& products, int threads, const GroupedRows& r
   });
 }
 
-void HiddenParts::clear(const Matrix& rows, int64_t row, int64_t begin, int64_t num_rows, int64_t columns) const {
+void IntermediateParts::clear(const Matrix& rows, int64_t row, int64_t begin, int64_t num_rows, int64_t columns) const {
   if (rows.data == nullptr) return;
   clear_rows(gate(rows, row, begin), num_rows, columns * order.step());
   if (order.gated && !order.interleaved) clear_rows(up(rows, row, begin), num_rows, columns);

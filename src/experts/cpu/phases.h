@@ -1,4 +1,4 @@
-// Loops over tiles that the expert operations consist of. Each output element belongs to exactly one task.
+// Loops over tiles, of which the expert operations consist. Each output element belongs to exactly one task.
 #pragma once
 
 #include <cstdint>
@@ -39,7 +39,7 @@ struct ExpertMatrices {
   bool transposed;
   BlockScales scales = {};  // of the first expert; e4m3 only
 
-  Matrix of_expert(int64_t e, int64_t N, int64_t D) const;
+  Matrix expert_matrix(int64_t e, int64_t N, int64_t D) const;
 
   // Granularity of column parts.
   int64_t column_step() const { return dtype == AB_FLOAT8_E4M3 ? kScaleBlock : 64; }
@@ -71,8 +71,8 @@ void bias_gradient(Products& products, int threads, const GroupedRows& rows, con
 
 // Selects gate or up in intermediate rows, from row `row` and column `begin` of F on. For ungated experts both select
 // the same columns.
-struct HiddenParts {
-  HiddenColumns order;
+struct IntermediateParts {
+  GateUpOrder order;
   int64_t F;
 
   int64_t up_begin() const { return !order.gated ? 0 : order.interleaved ? 1 : F; }

@@ -66,10 +66,10 @@ Matrix at(const Matrix& m, int64_t row, int64_t column) {
   return from;
 }
 
-Products::Products(Workspace& workspace, int threads, int64_t widest, int64_t tile_columns)
+Products::Products(Workspace& workspace, int threads, int64_t max_width, int64_t tile_columns)
     : kernels_(AB_SELECT_ISA(kExperts)),
       a_bytes_(kTileRows * kTileDepth * kFloat),
-      b_bytes_(kTileDepth * std::min(widest, kTileColumns) * kFloat),
+      b_bytes_(kTileDepth * std::min(max_width, kTileColumns) * kFloat),
       c_bytes_(kTileRows * tile_columns * kFloat),
       memory_(workspace.take<char>(threads * (a_bytes_ + b_bytes_ + c_bytes_))) {}
 

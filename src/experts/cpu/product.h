@@ -28,14 +28,14 @@ Matrix at(const Matrix& m, int64_t row, int64_t column);
 struct RightHandSide {
   Matrix b;
   Matrix c;
-  bool adds = false;  // add to C, which must be float32
+  bool adds = false;  // add to C, which must be float32 then
 };
 
 class Products {
  public:
   // Takes per-thread memory from the workspace: for blocks of op(A) with at most kTileRows rows, for blocks of op(B)
-  // with at most kTileColumns columns and no dimension above `widest`, and for a tile of results.
-  Products(Workspace& workspace, int threads, int64_t widest, int64_t tile_columns);
+  // with at most kTileColumns columns and no dimension above `max_width`, and for a tile of results.
+  Products(Workspace& workspace, int threads, int64_t max_width, int64_t tile_columns);
 
   const ExpertKernels& kernels() const { return kernels_; }
 

@@ -17,7 +17,7 @@ void copy_block(const uint8_t* block, uint8_t* to, int64_t stride) {
   for (int64_t i = 0; i < kScaleBlock; ++i) std::memcpy(to + i * stride, block + i * kScaleBlock, kScaleBlock);
 }
 
-// Copies a block transposed, in squares whose cache lines stay in L1.
+// Transposes a block, in squares whose cache lines stay in L1.
 void copy_transposed(const uint8_t* block, uint8_t* to, int64_t stride) {
   constexpr int64_t kSquare = 32;
   for (int64_t row = 0; row < kScaleBlock; row += kSquare) {

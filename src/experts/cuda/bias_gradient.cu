@@ -1,9 +1,8 @@
 // One kernel sums up to 512 rows of an expert at a time. A second kernel adds these partial sums in row order, so the
 // result does not depend on which CTA computes what.
 //
-// The partial sum of rows `begin` ... of expert e has index begin / 512 + e. The indices of one expert are consecutive.
-// Where two experts share a block of 512 rows, the later expert's index is larger, by at least the difference of the
-// experts.
+// The partial sum of expert e that starts at row `begin` has index begin / 512 + e. The indices of one expert are
+// consecutive. No two experts share an index, because begin / 512 never decreases from one expert to the next.
 #include "experts/cuda/bias_gradient.h"
 
 #include <algorithm>
@@ -33,12 +32,12 @@ struct Columns {
   static_assert(kCount <= kWarps * kWarp, "one thread adds up one column");
 
   // The first column of a lane's v-th vector.
-  static __device__ int of(int v) { return (v * kWarp + lane_index()) * kEach; }
+  static __device__ int first_column(int v) { return (v * kWarp + lane_index()) * kEach; }
 };
 
 // The source rows of one partial sum, looked up before they are read.
 struct SourceRows {
-  int32_t row[kRows];   // of the matrix; -1: padding, or after the rows
+  int32_t row[kRows];   // row of the matrix; -1: padding, or past the tile
   float weight[kRows];  // undefined where row is -1
 
   // Called by all threads of the CTA.
@@ -54,24 +53,24 @@ struct SourceRows {
   }
 };
 
-// Adds rows; the warps take turns row by row.
+// Sums the rows of a tile. Consecutive rows go to consecutive warps.
 template <class T, int kEach>
 __device__ void add_rows(const BiasGradient& g, const Tile& tile, const SourceRows& from,
                          float (&sums)[Columns<T, kEach>::kPerLane]) {
-  using Of = Columns<T, kEach>;
+  using Strip = Columns<T, kEach>;
   const int rows = min(tile.end_row - tile.row, kRows);
   const T* const m = static_cast<const T*>(g.m.data) + tile.column;
   static_assert(kRows % (kWarps * kBatch) == 0, "every warp has whole batches of rows");
 #pragma unroll 1
   for (int first = warp_index(); first < rows; first += kWarps * kBatch) {
-    Vector<T, kEach> values[kBatch][Of::kVectors];
+    Vector<T, kEach> values[kBatch][Strip::kVectors];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       const int32_t row = from.row[first + i * kWarps];
       const T* const begin = m + static_cast<int64_t>(row) * g.N;
 #pragma unroll
-      for (int v = 0; v < Of::kVectors; ++v) {
-        values[i][v].load_if(row >= 0 && tile.column + Of::of(v) < g.N, begin + Of::of(v));
+      for (int v = 0; v < Strip::kVectors; ++v) {
+        values[i][v].load_if(row >= 0 && tile.column + Strip::first_column(v) < g.N, begin + Strip::first_column(v));
       }
     }
 #pragma unroll
@@ -79,7 +78,7 @@ __device__ void add_rows(const BiasGradient& g, const Tile& tile, const SourceRo
       if (from.row[first + i * kWarps] < 0) continue;
       const float weight = from.weight[first + i * kWarps];
 #pragma unroll
-      for (int j = 0; j < Of::kPerLane; ++j) sums[j] = fmaf(weight, values[i][j / kEach][j % kEach], sums[j]);
+      for (int j = 0; j < Strip::kPerLane; ++j) sums[j] = fmaf(weight, values[i][j / kEach][j % kEach], sums[j]);
     }
   }
 }
@@ -87,23 +86,24 @@ __device__ void add_rows(const BiasGradient& g, const Tile& tile, const SourceRo
 template <class T, int kEach>
 __global__ void __launch_bounds__(kWarps* kWarp, kBlocks)
     sum_rows(const BiasGradient g, const RowTiles tiles, float* const partial_sums) {
-  using Of = Columns<T, kEach>;
+  using Strip = Columns<T, kEach>;
   __shared__ Tile tile;
   __shared__ SourceRows from;
-  __shared__ float shared[kWarps][Of::kCount];
+  __shared__ float shared[kWarps][Strip::kCount];
   wait_for_previous_kernel();
-  RowTileScheduler<kRows, Of::kCount> scheduler(tiles);
+  RowTileScheduler<kRows, Strip::kCount> scheduler(tiles);
   for (int n = 0; next_of_block(scheduler, n, tile); ++n) {
     if (tile.expert == kNoExpert) continue;
     from.find(g, tile);
     __syncthreads();
-    float sums[Of::kPerLane] = {};
+    float sums[Strip::kPerLane] = {};
     add_rows<T, kEach>(g, tile, from, sums);
 #pragma unroll
-    for (int j = 0; j < Of::kPerLane; ++j) shared[warp_index()][Of::of(j / kEach) + j % kEach] = sums[j];
+    for (int j = 0; j < Strip::kPerLane; ++j)
+      shared[warp_index()][Strip::first_column(j / kEach) + j % kEach] = sums[j];
     __syncthreads();
     const int column = static_cast<int>(threadIdx.x);
-    if (column < Of::kCount && tile.column + column < g.N) {
+    if (column < Strip::kCount && tile.column + column < g.N) {
       float sum = 0.0f;
 #pragma unroll
       for (int warp = 0; warp < kWarps; ++warp) sum += shared[warp][column];
@@ -145,7 +145,7 @@ ab_status compute_bias_gradient(const BiasGradient& g, void* workspace, int mult
   const Groups groups = groups_of(g.group_sizes, g.E, g.R);
   const auto sum = [&]<class T, int kEach>() -> ab_status {
     const int64_t columns = (g.N + Columns<T, kEach>::kCount - 1) / Columns<T, kEach>::kCount;
-    const int64_t count = most_row_tiles(g.R, g.E, kRows) * columns;
+    const int64_t count = max_group_row_tiles(g.R, g.E, kRows) * columns;
     AB_RETURN_IF_ERROR(check_counts({{"R", g.R},
                                      {"E", g.E},
                                      {"columns", g.N},

@@ -15,7 +15,7 @@ struct UsedPaths {
   bool few_rows = false;
   bool hopper = false;
   bool portable = false;
-  const char* why_not_hopper = nullptr;  // set if the sm80 kernels run
+  const char* hopper_unsupported_reason = nullptr;  // set if the sm80 kernels run
 
   const char* names() const {
     static constexpr const char* kNames[2][2][2] = {
@@ -50,12 +50,12 @@ struct Products {
     return up;
   }
 
-  HiddenGradient hidden() const {
-    HiddenGradient hidden;
-    hidden.s = s;
-    hidden.map = map;
-    hidden.d_y = hidden.w_out = hidden.h = hidden.dh = hidden.weighted_a = any;
-    return hidden;
+  IntermediateGradient intermediate_gradient() const {
+    IntermediateGradient gradient;
+    gradient.s = s;
+    gradient.map = map;
+    gradient.d_y = gradient.w_out = gradient.h = gradient.dh = gradient.weighted_a = any;
+    return gradient;
   }
 
   RowsProduct rows(int64_t D, int64_t N, bool transposed) const {
@@ -87,7 +87,7 @@ struct Products {
     AB_RETURN_IF_ERROR(add(up(), device, used));
     AB_RETURN_IF_ERROR(add(rows(s.F, s.D, s.layout.out_transposed), device, used));
     if (!backward) return ok();
-    AB_RETURN_IF_ERROR(add(hidden(), device, used));
+    AB_RETURN_IF_ERROR(add(intermediate_gradient(), device, used));
     AB_RETURN_IF_ERROR(add(weights(s.F, s.D), device, used));
     AB_RETURN_IF_ERROR(add(weights(s.D, s.P * s.F), device, used));
     return add(rows(s.P * s.F, s.D, !s.layout.in_transposed), device, used);
@@ -107,7 +107,7 @@ struct Products {
       return ok();
     }
     used->portable = true;
-    used->why_not_hopper = choice.why_not_hopper;
+    used->hopper_unsupported_reason = choice.hopper_unsupported_reason;
     return portable::check(operation);
   }
 };
@@ -136,7 +136,7 @@ using namespace anabranch;
 
 extern "C" ab_status ab_cuda_experts_path(int32_t dtype, int64_t T, int64_t K, int64_t E, int64_t D, int64_t P,
                                           int64_t F, int32_t w_in_transposed, int32_t w_out_transposed,
-                                          int32_t backward, const char** path, const char** why_not) {
+                                          int32_t backward, const char** path, const char** unsupported_reason) {
   if (path == nullptr) return AB_INVALID("path: got NULL, expected a pointer for the name");
   FfnSizes s;
   s.T = T;
@@ -159,6 +159,6 @@ extern "C" ab_status ab_cuda_experts_path(int32_t dtype, int64_t T, int64_t K, i
   cuda::UsedPaths used;
   AB_RETURN_IF_ERROR(cuda::Products(s, dtype).find(backward != 0, device, &used));
   *path = used.names();
-  if (why_not != nullptr) *why_not = used.why_not_hopper;
+  if (unsupported_reason != nullptr) *unsupported_reason = used.hopper_unsupported_reason;
   return ok();
 }

@@ -65,15 +65,17 @@ struct Backward {
     }
   }
 
-  ab_status compute_hidden_fp8(const Device& device, cudaStream_t stream) const {
+  ab_status compute_intermediate_fp8(const Device& device, cudaStream_t stream) const {
     if (args.d_out_q == nullptr) {
       AB_RETURN_IF_ERROR(quantize_rows(Floats(args.d_out), args.d_out->shape[0], s.D, d_y8, stream));
     }
     AB_RETURN_IF_ERROR(w_out.fill(stream));
-    return compute_hidden_gradient(hidden_fp8(), device, stream);
+    return compute_intermediate_gradient(intermediate_gradient_fp8(), device, stream);
   }
 
-  Fp8HiddenGradient hidden_fp8() const { return {hidden(), rows_of(d_y8), w_out.weights(), dh8}; }
+  Fp8IntermediateGradient intermediate_gradient_fp8() const {
+    return {intermediate_gradient(), rows_of(d_y8), w_out.weights(), dh8};
+  }
 
   // If dh comes from an earlier call without its quantised form, quantise it per part: gate and up have separate
   // blocks.
@@ -103,22 +105,22 @@ struct Backward {
 
   const int32_t* group_sizes() const { return data<const int32_t>(args.group_sizes); }
 
-  HiddenGradient hidden() const {
-    HiddenGradient hidden;
-    hidden.s = s;
-    hidden.map = map;
-    hidden.group_sizes = group_sizes();
-    hidden.activation = activation_of(args.activation, args.activation_alpha, args.activation_limit);
-    hidden.precision = precision_of(args);
-    hidden.skips_rest = args.skip_rest != 0;
-    hidden.d_y = d_out;
-    hidden.w_out = Floats(args.w_out);
-    hidden.weights = Floats(args.weights);
-    hidden.h = Floats(args.h);
-    hidden.dh = dh;
-    hidden.weighted_a = weighted_a;
-    if (args.d_weights != nullptr) hidden.dots = static_cast<float*>(scratch);
-    return hidden;
+  IntermediateGradient intermediate_gradient() const {
+    IntermediateGradient gradient;
+    gradient.s = s;
+    gradient.map = map;
+    gradient.group_sizes = group_sizes();
+    gradient.activation = activation_of(args.activation, args.activation_alpha, args.activation_limit);
+    gradient.precision = precision_of(args);
+    gradient.skips_rest = args.skip_rest != 0;
+    gradient.d_y = d_out;
+    gradient.w_out = Floats(args.w_out);
+    gradient.weights = Floats(args.weights);
+    gradient.h = Floats(args.h);
+    gradient.dh = dh;
+    gradient.weighted_a = weighted_a;
+    if (args.d_weights != nullptr) gradient.dots = static_cast<float*>(scratch);
+    return gradient;
   }
 
   SlotGradient slots(const Device& device) const {
@@ -127,7 +129,7 @@ struct Backward {
     slots.map = map;
     slots.group_sizes = group_sizes();
     slots.dots = static_cast<const float*>(scratch);
-    slots.parts = fp8 ? dot_parts(hidden_fp8()) : dot_parts(hidden(), device);
+    slots.parts = fp8 ? dot_parts(intermediate_gradient_fp8()) : dot_parts(intermediate_gradient(), device);
     slots.d_y = d_out;
     slots.b_out = Floats(args.b_out);
     slots.d_weights = data<float>(args.d_weights);
@@ -220,7 +222,8 @@ struct Backward {
       AB_RETURN_IF_ERROR(convert(Floats(args.d_out), d_out, args.d_out->shape[0] * s.D, multiprocessors, stream));
     }
     if (args.h != nullptr) {
-      AB_RETURN_IF_ERROR(fp8 ? compute_hidden_fp8(device, stream) : compute_hidden_gradient(hidden(), device, stream));
+      AB_RETURN_IF_ERROR(fp8 ? compute_intermediate_fp8(device, stream)
+                             : compute_intermediate_gradient(intermediate_gradient(), device, stream));
     }
     if (args.d_weights != nullptr) AB_RETURN_IF_ERROR(compute_slot_gradient(slots(device), multiprocessors, stream));
     if (args.d_w_out != nullptr) AB_RETURN_IF_ERROR(compute_weight_gradient(out_weights(), scratch, device, stream));

@@ -36,7 +36,7 @@ class Fp8WeightOperand {
     const int64_t F = sizes.F / kScaleBlock;
     weights_.expert_stride = D * sizes.P * F;
     weights_.count = sizes.E * weights_.expert_stride;
-    // Scales are [E, D, P, F] in blocks. If transposed, the contracted blocks of P and F are contiguous.
+    // Scales are [E, D/128, P, F/128]. If transposed, the contracted blocks of P and F are contiguous.
     weights_.k_stride = transposed ? 1 : sizes.P * F;
     weights_.column_stride = transposed ? sizes.P * F : 1;
     weights_.part_stride = F;

@@ -31,8 +31,8 @@ struct Fp8Product {
     return w.fill(stream);
   }
 
-  // The GEMM of the columns from `first` on.
-  Fp8RowsProduct of(const RowsProduct& product, int64_t first = 0) const {
+  // Adds the quantised operands to a GEMM of the columns from `first` on.
+  Fp8RowsProduct gemm(const RowsProduct& product, int64_t first = 0) const {
     return {product, rows_of(x8), w.weights_from(first, s.D)};
   }
 };

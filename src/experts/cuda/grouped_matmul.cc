@@ -106,7 +106,7 @@ ab_status ab_cuda_grouped_matmul(const ab_grouped_matmul_args* args, const ab_ex
   const cudaStream_t stream = cuda::stream_of(exec);
   if (!fp8.enabled) return cuda::compute_rows_product(cuda::rows_product(*args, s), device, stream);
   AB_RETURN_IF_ERROR(fp8.fill(stream));
-  return cuda::compute_rows_product(fp8.of(cuda::rows_product(*args, s)), device, stream);
+  return cuda::compute_rows_product(fp8.gemm(cuda::rows_product(*args, s)), device, stream);
 }
 
 ab_status ab_cuda_grouped_matmul_dw_workspace(const ab_grouped_matmul_dw_args* args, const ab_exec* exec,

@@ -17,7 +17,7 @@
 namespace anabranch::cuda {
 namespace {
 
-// Address of element `first` of `data`.
+// Returns the address of element `first` of `data`.
 void* from(const void* data, int64_t first, int32_t dtype) {
   if (data == nullptr) return nullptr;
   return const_cast<char*>(static_cast<const char*>(data)) + first * dtype_size(dtype);
@@ -89,7 +89,7 @@ ab_status multiply_and_combine(const ab_grouped_matmul_combine_args& args, const
     const int64_t count = std::min(columns, s.N - first);
     const RowsProduct rows = rows_of(args, s, first, count, buffer);
     AB_RETURN_IF_ERROR(fp8 == nullptr ? compute_rows_product(rows, device, stream)
-                                      : compute_rows_product(fp8->of(rows, first), device, stream));
+                                      : compute_rows_product(fp8->gemm(rows, first), device, stream));
     AB_RETURN_IF_ERROR(compute_sum(sum_of(args, s, first, count, buffer), stream));
   }
   return ok();

@@ -12,8 +12,8 @@ template <class Operation>
 PathChoice choose_path(const Operation& operation, const Device& device) {
   PathChoice choice = first_path(device);
   if (choice.path == Path::hopper) {
-    choice.why_not_hopper = hopper::why_not(operation);
-    if (choice.why_not_hopper != nullptr) choice.path = Path::portable;
+    choice.hopper_unsupported_reason = hopper::unsupported_reason(operation);
+    if (choice.hopper_unsupported_reason != nullptr) choice.path = Path::portable;
   }
   return choice;
 }

@@ -12,11 +12,11 @@ template <class Operation>
 ab_status check_fp8(const Operation& operation, const Device& device) {
   const PathChoice choice = first_path(device);
   const bool first = choice.path == Path::hopper;
-  const char* why_not = first ? hopper::why_not(operation) : choice.why_not_hopper;
-  if (first && why_not == nullptr) return ok();
+  const char* unsupported_reason = first ? hopper::unsupported_reason(operation) : choice.hopper_unsupported_reason;
+  if (first && unsupported_reason == nullptr) return ok();
   return error(AB_UNSUPPORTED,
                "precision: got AB_PRECISION_FP8, expected another precision since Hopper's FP8 kernels cannot run: %s",
-               why_not);
+               unsupported_reason);
 }
 
 }  // namespace
@@ -41,7 +41,7 @@ ab_status compute_rows_product(const RowsProduct& p, const Device& device, cudaS
   return clear_padding(p.map, {p.y, p.dtype}, p.R, p.N, multiprocessors, stream);
 }
 
-ab_status compute_hidden_gradient(const HiddenGradient& g, const Device& device, cudaStream_t stream) {
+ab_status compute_intermediate_gradient(const IntermediateGradient& g, const Device& device, cudaStream_t stream) {
   const bool any_requested = g.dh.data != nullptr || g.weighted_a.data != nullptr || g.dots != nullptr;
   if (!any_requested || g.s.R * g.s.F == 0) return ok();
   const int multiprocessors = device.multiprocessors;
@@ -49,9 +49,9 @@ ab_status compute_hidden_gradient(const HiddenGradient& g, const Device& device,
   return hopper::launch_gemm(g, hopper::choose_tile(g, multiprocessors), multiprocessors, stream);
 }
 
-int64_t dot_parts(const HiddenGradient& g, const Device& device) {
-  if (choose_path(g, device).path == Path::portable) return portable::parts_of_dots(g);
-  return hopper::parts_of_dots(g, hopper::choose_tile(g, device.multiprocessors));
+int64_t dot_parts(const IntermediateGradient& g, const Device& device) {
+  if (choose_path(g, device).path == Path::portable) return portable::num_dot_parts(g);
+  return hopper::num_dot_parts(g, hopper::choose_tile(g, device.multiprocessors));
 }
 
 ab_status compute_weight_gradient(const WeightGradient& g, void* workspace, const Device& device, cudaStream_t stream) {
@@ -79,12 +79,13 @@ ab_status compute_rows_product(const Fp8RowsProduct& product, const Device& devi
   return clear_padding(product.map, {product.y, product.dtype}, product.R, product.N, device.multiprocessors, stream);
 }
 
-ab_status compute_hidden_gradient(const Fp8HiddenGradient& gradient, const Device& device, cudaStream_t stream) {
+ab_status compute_intermediate_gradient(const Fp8IntermediateGradient& gradient, const Device& device,
+                                        cudaStream_t stream) {
   if (gradient.s.R * gradient.s.F == 0) return ok();
   AB_RETURN_IF_ERROR(check_fp8(gradient, device));
   return hopper::launch_gemm(gradient, device.multiprocessors, stream);
 }
 
-int64_t dot_parts(const Fp8HiddenGradient& gradient) { return hopper::parts_of_dots(gradient); }
+int64_t dot_parts(const Fp8IntermediateGradient& gradient) { return hopper::num_dot_parts(gradient); }
 
 }  // namespace anabranch::cuda

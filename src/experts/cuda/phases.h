@@ -8,7 +8,7 @@
 #include "anabranch/types.h"
 #include "core/cuda/device.h"
 #include "experts/cuda/ops/fp8.h"
-#include "experts/cuda/ops/hidden_gradient.h"
+#include "experts/cuda/ops/intermediate_gradient.h"
 #include "experts/cuda/ops/rows_product.h"
 #include "experts/cuda/ops/up.h"
 #include "experts/cuda/ops/weight_gradient.h"
@@ -17,19 +17,21 @@ namespace anabranch::cuda {
 
 ab_status compute_up(const Up& up, const Device& device, cudaStream_t stream);
 ab_status compute_rows_product(const RowsProduct& product, const Device& device, cudaStream_t stream);
-ab_status compute_hidden_gradient(const HiddenGradient& gradient, const Device& device, cudaStream_t stream);
+ab_status compute_intermediate_gradient(const IntermediateGradient& gradient, const Device& device,
+                                        cudaStream_t stream);
 
-// Number of partial sums of <da', a> that the gradient writes; at most most_dot_parts(F).
-int64_t dot_parts(const HiddenGradient& gradient, const Device& device);
+// Number of partial sums of <da', a> that the gradient writes; at most max_dot_parts(F).
+int64_t dot_parts(const IntermediateGradient& gradient, const Device& device);
 
 // x and d_y have one dtype, d_w has that dtype or float32. workspace: weight_gradient_bytes(R, E, D, N) bytes.
 ab_status compute_weight_gradient(const WeightGradient& gradient, void* workspace, const Device& device,
                                   cudaStream_t stream);
 
-// FP8 (e4m3) phases. They return AB_UNSUPPORTED if Hopper's kernels cannot run.
+// FP8 (e4m3) phases. They return AB_UNSUPPORTED if Hopper's FP8 kernels cannot run.
 ab_status compute_up(const Fp8Up& up, const Device& device, cudaStream_t stream);
 ab_status compute_rows_product(const Fp8RowsProduct& product, const Device& device, cudaStream_t stream);
-ab_status compute_hidden_gradient(const Fp8HiddenGradient& gradient, const Device& device, cudaStream_t stream);
-int64_t dot_parts(const Fp8HiddenGradient& gradient);
+ab_status compute_intermediate_gradient(const Fp8IntermediateGradient& gradient, const Device& device,
+                                        cudaStream_t stream);
+int64_t dot_parts(const Fp8IntermediateGradient& gradient);
 
 }  // namespace anabranch::cuda

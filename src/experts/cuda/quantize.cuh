@@ -31,7 +31,7 @@ class Neighbours {
     }
   }
   // Loads every other one of 16 contiguous, aligned elements, starting at the first or the second.
-  __device__ __forceinline__ void load_of_pairs(const T* from, bool second) {
+  __device__ __forceinline__ void load_alternate(const T* from, bool second) {
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       Vector<T, kAccessElements> pairs[2];
@@ -64,7 +64,7 @@ class Neighbours {
         const int first = 2 * i % (kAccessElements / 2);
         words[i] = __byte_perm(from.word(first), from.word(first + 1), second ? 0x7632 : 0x5410);
       }
-      return Vector<T, kAccessElements>::of_words(words);
+      return Vector<T, kAccessElements>::from_words(words);
     } else {
       float values[kAccessElements];
 #pragma unroll

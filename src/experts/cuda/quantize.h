@@ -10,13 +10,13 @@
 
 namespace anabranch::cuda {
 
-// Rows [R, D], contiguous.
+// Quantises contiguous rows [R, D].
 ab_status quantize_rows(const Floats& x, int64_t R, int64_t D, const Fp8Output& out, cudaStream_t stream);
 
-// Rows [R, F, 2] with interleaved gate and up; out [R, 2, F].
+// Quantises rows [R, F, 2] with interleaved gate and up; out [R, 2, F].
 ab_status quantize_pairs(const Floats& x, int64_t R, int64_t F, const Fp8Output& out, cudaStream_t stream);
 
-// Weights [E, D, P, F] with the strides of `s`. q [E, D, P, F] and q_transposed [E, P, F, D] may be nullptr.
+// Quantises weights [E, D, P, F] with the strides of `s`. q [E, D, P, F] and q_transposed [E, P, F, D] may be nullptr.
 ab_status quantize_weights(const Floats& w, const QuantizedSizes& s, void* q, void* q_transposed, float* scales,
                            bool power_of_two, cudaStream_t stream);
 

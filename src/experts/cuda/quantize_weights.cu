@@ -63,7 +63,8 @@ __device__ __forceinline__ void transpose_bytes(uint2 (&rows)[kNeighbours]) {
   for (int i = 0; i < kNeighbours; ++i) rows[i] = {quarters[i / 4][0][i % 4], quarters[i / 4][1][i % 4]};
 }
 
-// 128 x 128 bytes in pieces of 8 bytes, swizzled so that neither rows nor columns of pieces have bank conflicts.
+// A block of 128 x 128 bytes in pieces of 8 bytes, swizzled so that neither rows nor columns of pieces have bank
+// conflicts.
 struct TransposedBlock {
   uint2 pieces[kSide * kNeighbourLanes];
 
@@ -99,7 +100,7 @@ __global__ void __launch_bounds__(kQuantizeThreads)
   for (int i = 0; i < kNeighbours; ++i) {
     const T* row = from + i * s.outer_stride;
     if constexpr (kLayout == InnerLayout::contiguous) values[i].load(row);
-    if constexpr (kLayout == InnerLayout::alternating) values[i].load_of_pairs(row, place.part == 1);
+    if constexpr (kLayout == InnerLayout::alternating) values[i].load_alternate(row, place.part == 1);
     if constexpr (kLayout == InnerLayout::strided) values[i].load(row, s.inner_stride);
   }
   uint32_t largest = 0;

@@ -10,7 +10,7 @@
 namespace anabranch::cuda {
 namespace {
 
-constexpr int kBlocks = 32;    // of one warp each, per SM
+constexpr int kBlocks = 32;    // per SM, in kernels with one warp per block
 constexpr int kThreads = 256;  // per CTA, in kernels with one thread per assignment or row
 
 Launch one_by_one(int64_t count, int multiprocessors, cudaStream_t stream) {
@@ -39,7 +39,7 @@ __device__ int64_t rows_of_groups(const int32_t* group_sizes, int64_t E, int64_t
   return min(rows, R);
 }
 
-// Without a bias: one thread adds the partial sums of a row.
+// The kernel without a bias: one thread adds the partial sums of a row.
 __global__ void __launch_bounds__(kThreads) add_dots(const SlotGradient g) {
   wait_for_previous_kernel();
   let_next_kernel_start();
@@ -75,8 +75,8 @@ __device__ float product_of_lane(const SlotGradient& g, int64_t d_y, int64_t bia
   return product;
 }
 
-// With a bias: a warp takes 32 rows of an expert. Each lane adds the partial sums of one row, then all lanes compute
-// the dot products with the bias, row by row.
+// The kernel with a bias: a warp takes 32 rows of an expert. Each lane adds the partial sums of one row, then all lanes
+// compute the dot products with the bias, row by row.
 template <class T, int kEach>
 __global__ void __launch_bounds__(kWarp) add_dots_and_bias(const SlotGradient g, const RowTiles tiles) {
   wait_for_previous_kernel();
@@ -116,7 +116,7 @@ ab_status compute_slot_gradient(const SlotGradient& g, int multiprocessors, cuda
   if (g.b_out.data == nullptr) {
     return launch("slot gradient", add_dots, one_by_one(g.s.R, multiprocessors, stream), g);
   }
-  const int64_t count = most_row_tiles(g.s.R, g.s.E, kWarp);
+  const int64_t count = max_group_row_tiles(g.s.R, g.s.E, kWarp);
   AB_RETURN_IF_ERROR(check_counts({{"R", g.s.R}, {"E", g.s.E}}));
   const RowTiles tiles{groups_of(g.group_sizes, g.s.E, g.s.R), 0, 1};
   const auto run = [&](auto* kernel) {
@@ -126,8 +126,8 @@ ab_status compute_slot_gradient(const SlotGradient& g, int multiprocessors, cuda
   return with_float_type(g.d_y.dtype, [&]<class T>(T) {
     constexpr int kEach = kAccessBytes / static_cast<int>(sizeof(T));
     const int64_t row_bytes = g.s.D * static_cast<int64_t>(sizeof(T));
-    const uintptr_t misplaced = address(g.d_y.data) | address(g.b_out.data) | static_cast<uintptr_t>(row_bytes);
-    return misplaced % kAccessBytes == 0 ? run(add_dots_and_bias<T, kEach>) : run(add_dots_and_bias<T, 1>);
+    const uintptr_t address_bits = address(g.d_y.data) | address(g.b_out.data) | static_cast<uintptr_t>(row_bytes);
+    return address_bits % kAccessBytes == 0 ? run(add_dots_and_bias<T, kEach>) : run(add_dots_and_bias<T, 1>);
   });
 }
 

@@ -23,7 +23,7 @@
 
 namespace anabranch::cuda::few_rows {
 
-constexpr int kThreadsPerSm = 1024;  // resident; pays off more than more registers per thread
+constexpr int kThreadsPerSm = 1024;  // resident threads; faster than fewer threads with more registers
 constexpr int kRows = 8;             // per unit
 constexpr int kColumns = 8;          // per unit and part
 constexpr int kDepth = 32;           // k per step
@@ -31,10 +31,10 @@ constexpr int kAhead = 2;            // steps loaded at a time, to read whole ca
 
 // The 16 stored columns of a unit: two runs of 8 columns.
 struct StoredColumns {
-  int32_t columns = 0;    // of the result
-  bool in_parts = false;  // each column of the result has two stored ones; else a unit covers 16 columns of the result
+  int32_t columns = 0;       // of the result
+  bool in_parts = false;     // a column of the result has two stored columns; else a unit covers 16 columns of it
   bool alternating = false;  // the two stored columns are adjacent
-  int32_t part_step = 0;     // otherwise, the distance between them
+  int32_t part_step = 0;     // if not alternating: the distance between them
 
   AB_INLINE int32_t unit_columns() const { return in_parts ? kColumns : 2 * kColumns; }
   // Returns the stored column of a column of the unit (part 0), and of its up column or the column kColumns further
@@ -108,8 +108,8 @@ __device__ __forceinline__ int32_t list_rows(const Product& p, UnitRows* list) {
   return count;
 }
 
-// Partial sums of one warp over steps of k. Per step, a lane loads 8 consecutive k of one column of each part and of
-// one row. Columns and rows out of bounds read another column or row, since their results are never stored; k out of
+// The partial sums of one warp over steps of k. Per step, a lane loads 8 consecutive k of one column of each part and
+// of one row. Columns and rows out of bounds read another column or row, since their results are never stored; k out of
 // bounds is zero.
 template <class Element>
 class WarpSum {
@@ -144,7 +144,7 @@ class WarpSum {
     for (int i = 0; i < kAhead; ++i) {
 #pragma unroll
       for (int part = 0; part < 2; ++part) {
-        w[i][part] = load_of_stream(reinterpret_cast<const uint4*>(w_[part] + (in_bounds(i) ? k_of(i) : 0)));
+        w[i][part] = load_streaming(reinterpret_cast<const uint4*>(w_[part] + (in_bounds(i) ? k_of(i) : 0)));
       }
     }
 #pragma unroll
@@ -171,8 +171,8 @@ __device__ __forceinline__ bool has_rows(const Product& p, const UnitRows& rows)
   return __ballot_sync(kAllLanes, p.map.slot_of(row) >= 0) != 0u;
 }
 
-// Epilogue: (expert, row, column, slot, sum of part 0, sum of part 1). slot is -1 for padding and for rows after the
-// groups.
+// The epilogue is called with (expert, row, column, slot, sum of part 0, sum of part 1). slot is -1 for padding and for
+// rows after the groups.
 template <class Element, int kWarps, class Epilogue>
 __global__ void __launch_bounds__(kWarps* kWarp, kThreadsPerSm / (kWarps * kWarp))
     few_rows_product(const __grid_constant__ Product p, const __grid_constant__ Epilogue epilogue) {

@@ -16,7 +16,7 @@ namespace anabranch::cuda::few_rows {
 bool supports(const Up& up);
 bool supports(const RowsProduct& product);
 
-// Enqueue the GEMM. Padding rows become zero, also without row weights.
+// Enqueue the GEMM. Padding rows become zero even without row weights.
 ab_status launch_gemm(const Up& up, int multiprocessors, cudaStream_t stream);
 ab_status launch_gemm(const RowsProduct& product, int multiprocessors, cudaStream_t stream);
 

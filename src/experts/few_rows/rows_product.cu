@@ -5,7 +5,7 @@
 namespace anabranch::cuda::few_rows {
 namespace {
 
-// Stores a result of x W. sum: x W[expert] at `column`. slot -1: the row is padding.
+// Stores an element of y. sum: x W[expert] at `column`. slot -1: the row is padding.
 struct WriteRows {
   RowsProduct p;
   __device__ __forceinline__ void operator()(int32_t expert, int64_t row, int64_t column, int32_t slot, float sum,

@@ -5,7 +5,8 @@
 namespace anabranch::cuda::few_rows {
 namespace {
 
-// Stores `a` and h. sum: x W_in[expert] at `column` of F; sum_up: the up part if gated. slot -1: the row is padding.
+// Stores an element of `a` and of h. sum: x W_in[expert] at `column` of F; sum_up: the up part if gated. slot -1: the
+// row is padding.
 struct WriteUp {
   Up up;
   __device__ __forceinline__ void operator()(int32_t expert, int64_t row, int64_t column, int32_t slot, float sum,
@@ -13,7 +14,7 @@ struct WriteUp {
     const FfnSizes& s = up.s;
     const auto add_bias = [&](float h, int64_t part) {
       if (slot < 0) return 0.0f;
-      return up.b_in.data == nullptr ? h : h + up.b_in[expert * s.P * s.F + s.hidden_column(part, column)];
+      return up.b_in.data == nullptr ? h : h + up.b_in[expert * s.P * s.F + s.intermediate_column(part, column)];
     };
     const float gate = add_bias(sum, 0);
     const float other = s.P == 2 ? add_bias(sum_up, 1) : 1.0f;
@@ -24,8 +25,8 @@ struct WriteUp {
     }
     up.a.set(row * s.F + column, a);
     if (up.h.data == nullptr) return;
-    up.h.set(row * s.P * s.F + s.hidden_column(0, column), gate);
-    if (s.P == 2) up.h.set(row * s.P * s.F + s.hidden_column(1, column), other);
+    up.h.set(row * s.P * s.F + s.intermediate_column(0, column), gate);
+    if (s.P == 2) up.h.set(row * s.P * s.F + s.intermediate_column(1, column), other);
   }
 };
 

@@ -13,12 +13,12 @@ constexpr int kPairs = 4;
 
 // Calls step(in, out) for each pair of columns. Its `in` holds one word per row of the argument `in`, which is
 // destroyed; its `out` becomes one word per row of the argument `out`.
-template <bool kStaysLoop, int kIn, int kOut, class Step>
+template <bool kRolled, int kIn, int kOut, class Step>
 __device__ __forceinline__ void for_column_pairs(uint32_t (&in)[kIn][kPairs], uint32_t (&out)[kOut][kPairs],
                                                  const Step& step) {
   uint32_t first[kIn];
   uint32_t result[kOut];
-  if constexpr (!kStaysLoop) {
+  if constexpr (!kRolled) {
 #pragma unroll
     for (int pair = 0; pair < kPairs; ++pair) {
 #pragma unroll

@@ -6,25 +6,26 @@
 #include "experts/cuda/ops/tiles/row_tile_scheduler.cuh"
 #include "experts/hopper/launch_product.cuh"
 #include "experts/hopper/launchers.h"
+#include "experts/hopper/limits.h"
 #include "experts/hopper/row_operand.cuh"
 #include "experts/hopper/scaled_mainloop.cuh"
 
 namespace anabranch::cuda::hopper {
 
-constexpr int32_t kPairDtype = AB_BFLOAT16;  // same size as two e4m3 elements
 using Fp8Shape = InPairs<Tile128x256>;
+static_assert(Fp8Shape::kColumns == kFp8TileColumns, "limits.h has the width of the FP8 tile");
 
 inline Floats pairs_of(const Fp8Rows& rows) { return {const_cast<void*>(rows.values), kPairDtype}; }
 
-// Rows of `columns` elements in expert order.
+// Prepares an operand with rows of `columns` elements in expert order.
 inline ab_status prepare_fp8_rows(const char* name, const Fp8Rows& rows, int64_t R, int64_t columns,
                                   ScaledRows<RowOperand>* operand) {
   operand->scales = {rows.scales, nullptr, Divisor(1), static_cast<int32_t>(R),
                      static_cast<int32_t>(columns / kScaleBlock)};
   return prepare_rows<Fp8Shape::kRows>(name, pairs_of(rows), {}, columns / 2, static_cast<RowOperand*>(operand));
 }
-// Rows that a map selects, or rows in expert order without one. Padding rows use the scales of the first row. If there
-// are no rows, they use scales of w, which has enough.
+// Prepares an operand with gathered rows, or with rows in expert order if the map has no assignments. Padding rows read
+// the scales of the first row. If there are no rows, they read scales of w instead, which has enough of them.
 inline ab_status gather_fp8_rows(const char* name, const Fp8Rows& rows, const Fp8Weights& w, const RowMap& map,
                                  int64_t columns, ScaledRows<GatheredRowOperand>* operand) {
   const float* scales = map.sources() == 0 ? w.scales : rows.scales;
@@ -33,7 +34,7 @@ inline ab_status gather_fp8_rows(const char* name, const Fp8Rows& rows, const Fp
                                        static_cast<GatheredRowOperand*>(operand));
 }
 
-// The halves of a tile are gate and up columns if gated, else adjacent columns.
+// gated: the halves of a tile are gate and up columns; else adjacent columns.
 inline WeightScales scales_of(const Fp8Weights& w, bool gated) {
   WeightScales scales;
   scales.scales = w.scales;
@@ -45,7 +46,8 @@ inline WeightScales scales_of(const Fp8Weights& w, bool gated) {
   return scales;
 }
 
-// Tensor map of the weights with `count` columns from `column` on, in E matrices of `expert_columns` columns each.
+// Makes the tensor map of the weights with `count` columns from `column` on, in E matrices of `expert_columns` columns
+// each.
 inline ab_status make_fp8_weights_map(const char* name, const Fp8Weights& w, int64_t E, int64_t column, int64_t count,
                                       int64_t expert_columns, int64_t k, int box_columns, CUtensorMap* map) {
   return make_matrices_map(name, static_cast<const char*>(w.values) + column * k, kPairDtype, E, count, k / 2, kPanel,
@@ -57,7 +59,8 @@ ab_status launch_fp8_product(const char* name, P* product, const int32_t* group_
                              int64_t column_tiles, bool skips_rest, int multiprocessors, cudaStream_t stream) {
   product->tiles = {groups_of(group_sizes, E, R), static_cast<int32_t>(k / 2), static_cast<int32_t>(column_tiles),
                     skips_rest};
-  return launch_product(name, *product, most_row_tiles(R, E, P::Shape::kRows) * column_tiles, multiprocessors, stream);
+  return launch_product(name, *product, max_group_row_tiles(R, E, P::Shape::kRows) * column_tiles, multiprocessors,
+                        stream);
 }
 
 }  // namespace anabranch::cuda::hopper

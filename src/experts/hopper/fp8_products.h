@@ -10,16 +10,16 @@ namespace anabranch::cuda::hopper {
 
 // Returns why the kernels cannot run an operation, or nullptr if they can. h, dh, biases and results have 16-bit
 // elements.
-const char* why_not(const Fp8Up& up);
-const char* why_not(const Fp8RowsProduct& product);
-const char* why_not(const Fp8HiddenGradient& gradient);
+const char* unsupported_reason(const Fp8Up& up);
+const char* unsupported_reason(const Fp8RowsProduct& product);
+const char* unsupported_reason(const Fp8IntermediateGradient& gradient);
 
 // Number of column tiles, each with a partial sum of <da, a> per row.
-int64_t parts_of_dots(const Fp8HiddenGradient& gradient);
+int64_t num_dot_parts(const Fp8IntermediateGradient& gradient);
 
 // Enqueue the GEMM.
 ab_status launch_gemm(const Fp8Up& up, int multiprocessors, cudaStream_t stream);
 ab_status launch_gemm(const Fp8RowsProduct& product, int multiprocessors, cudaStream_t stream);
-ab_status launch_gemm(const Fp8HiddenGradient& gradient, int multiprocessors, cudaStream_t stream);
+ab_status launch_gemm(const Fp8IntermediateGradient& gradient, int multiprocessors, cudaStream_t stream);
 
 }  // namespace anabranch::cuda::hopper

@@ -7,7 +7,7 @@
 
 namespace anabranch::cuda::hopper {
 
-// For epilogues without FP8 results.
+// The quantiser of epilogues without FP8 results.
 struct NoQuantizer {
   template <class Word>
   __device__ void save(float*, int, bool, const Word&) const {}

@@ -21,14 +21,14 @@ inline ab_status prepare_fp8_up_weights(const Fp8Up& up, WeightOperand<Major::k>
                               &weights->map);
 }
 
-template <HiddenColumns kHidden, class Element>
+template <GateUpLayout kLayout, class Element>
 ab_status launch_fp8_up(const Fp8Up& up, int multiprocessors, cudaStream_t stream) {
-  constexpr int kParts = parts_of(kHidden);
+  constexpr int kParts = parts_of(kLayout);
   constexpr int kWidth = Fp8Shape::kColumns / kParts;  // columns of `a`
   const FfnSizes& s = up.s;
   using Weights = std::conditional_t<kParts == 2, GatedWeightOperand<Major::k>, WeightOperand<Major::k>>;
   Product<Fp8Shape, Element, ScaledRows<GatheredRowOperand>, ScaledWeights<Weights>, RowTiles,
-          RowTileScheduler<Fp8Shape::kRows, kWidth, Fp8Shape::kBlocks>, Fp8UpEpilogue<Element, kHidden>>
+          RowTileScheduler<Fp8Shape::kRows, kWidth, Fp8Shape::kBlocks>, Fp8UpEpilogue<Element, kLayout>>
       product;
   AB_RETURN_IF_ERROR(gather_fp8_rows("x", up.x8, up.w8, up.map, s.D, &product.a));
   AB_RETURN_IF_ERROR(prepare_fp8_up_weights(up, static_cast<Weights*>(&product.b)));
@@ -36,13 +36,13 @@ ab_status launch_fp8_up(const Fp8Up& up, int multiprocessors, cudaStream_t strea
   auto& out = product.epilogue;
   AB_RETURN_IF_ERROR(
       make_row_window_map("a", up.a8.values, kPairDtype, s.F / 2, kScaleBlock / 2, kSubtileRows, &out.a, s.F / 2));
-  for (int64_t i = 0; i < out.kHiddenMaps && up.h.data != nullptr; ++i) {
-    using HiddenElement = typename Fp8UpEpilogue<Element, kHidden>::HiddenElement;
-    const int32_t dtype = sizeof(HiddenElement) == 4 ? AB_FLOAT32 : up.x.dtype;
+  for (int64_t i = 0; i < out.kMapsOfH && up.h.data != nullptr; ++i) {
+    using ElementOfH = typename Fp8UpEpilogue<Element, kLayout>::ElementOfH;
+    const int32_t dtype = sizeof(ElementOfH) == 4 ? AB_FLOAT32 : up.x.dtype;
     void* h = static_cast<char*>(up.h.data) + i * s.F * 2;
     const int64_t row_bytes = kParts * s.F * 2;
-    AB_RETURN_IF_ERROR(make_row_window_map("h", h, dtype, s.F, kSubtileColumns<HiddenElement>, kSubtileRows, &out.h[i],
-                                           row_bytes / static_cast<int64_t>(sizeof(HiddenElement))));
+    AB_RETURN_IF_ERROR(make_row_window_map("h", h, dtype, s.F, kSubtileColumns<ElementOfH>, kSubtileRows, &out.h[i],
+                                           row_bytes / static_cast<int64_t>(sizeof(ElementOfH))));
   }
   out.weights = RowWeights(up.map, up.weights);
   out.columns = static_cast<int32_t>(s.F);
@@ -55,10 +55,10 @@ ab_status launch_fp8_up(const Fp8Up& up, int multiprocessors, cudaStream_t strea
                             multiprocessors, stream);
 }
 
-template <HiddenColumns kHidden>
+template <GateUpLayout kLayout>
 ab_status launch_fp8_up(const Fp8Up& up, int multiprocessors, cudaStream_t stream) {
-  return up.x.dtype == AB_BFLOAT16 ? launch_fp8_up<kHidden, BFloat16>(up, multiprocessors, stream)
-                                   : launch_fp8_up<kHidden, Float16>(up, multiprocessors, stream);
+  return up.x.dtype == AB_BFLOAT16 ? launch_fp8_up<kLayout, BFloat16>(up, multiprocessors, stream)
+                                   : launch_fp8_up<kLayout, Float16>(up, multiprocessors, stream);
 }
 
 }  // namespace anabranch::cuda::hopper

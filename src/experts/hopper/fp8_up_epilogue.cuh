@@ -9,13 +9,13 @@ namespace anabranch::cuda::hopper {
 
 // In tiles, gate and up are always two halves, whatever their layout in h and the bias. Tensor maps of `a` count pairs
 // of elements. In interleaved h, a gate and its up value count as one 32-bit element.
-template <class Element, HiddenColumns kHidden>
-struct Fp8UpEpilogue : UpEpilogue<Element, kHidden> {
-  using Base = UpEpilogue<Element, kHidden>;
+template <class Element, GateUpLayout kLayout>
+struct Fp8UpEpilogue : UpEpilogue<Element, kLayout> {
+  using Base = UpEpilogue<Element, kLayout>;
   using Base::kParts;
 
-  static constexpr bool kInterleaved = kHidden == HiddenColumns::interleaved;
-  using HiddenElement = std::conditional_t<kInterleaved, float, Element>;
+  static constexpr bool kInterleaved = kLayout == GateUpLayout::interleaved;
+  using ElementOfH = std::conditional_t<kInterleaved, float, Element>;
 
   float* scales;  // of `a`: [R, F / 128]
   bool power_of_two;
@@ -46,7 +46,7 @@ struct Fp8UpEpilogue : UpEpilogue<Element, kHidden> {
 #pragma unroll
         for (int part = 0; part < kParts; ++part) parts[part] = acc + (part * kWidth + column) / 2;
         float subtile[Values::kCount];
-        write_hidden(writer, tile, row, column, parts, rows);
+        write_h(writer, tile, row, column, parts, rows);
         this->activate_columns(parts[0], parts[kParts - 1], subtile);
         this->weight(subtile, rows);
 #pragma unroll
@@ -64,7 +64,7 @@ struct Fp8UpEpilogue : UpEpilogue<Element, kHidden> {
     if (!this->writes_h) return;
 #pragma unroll
     for (const CUtensorMap& map : this->h) {
-      writer.write_zeros<kWidth>(HiddenRows{map, this->columns}, tile, row);
+      writer.write_zeros<kWidth>(RowsOfH{map, this->columns}, tile, row);
     }
   }
 
@@ -81,7 +81,7 @@ struct Fp8UpEpilogue : UpEpilogue<Element, kHidden> {
     }
   };
   using Pairs = RowsOf<BFloat16>;  // same size as two elements of `a`
-  using HiddenRows = RowsOf<HiddenElement>;
+  using RowsOfH = RowsOf<ElementOfH>;
   static __device__ Tile in_pairs(Tile tile) {
     tile.column /= 2;
     return tile;
@@ -103,8 +103,8 @@ struct Fp8UpEpilogue : UpEpilogue<Element, kHidden> {
   }
 
   // Writes a subtile of h if it is requested.
-  __device__ __forceinline__ void write_hidden(SubtileWriter& writer, const Tile& tile, int row, int column,
-                                               const float* const (&hidden)[kParts], const RowPair& rows) const {
+  __device__ __forceinline__ void write_h(SubtileWriter& writer, const Tile& tile, int row, int column,
+                                          const float* const (&h_parts)[kParts], const RowPair& rows) const {
     if (!this->writes_h) return;
     if constexpr (kInterleaved) {
       constexpr int kColumns = kSubtileColumns<float>;
@@ -113,10 +113,10 @@ struct Fp8UpEpilogue : UpEpilogue<Element, kHidden> {
         float words[kColumns / 2];
 #pragma unroll
         for (int i = 0; i < kColumns / 2; ++i) {
-          const uint32_t word = pack<Element>(hidden[0][first / 2 + i], hidden[1][first / 2 + i]);
+          const uint32_t word = pack<Element>(h_parts[0][first / 2 + i], h_parts[1][first / 2 + i]);
           words[i] = float_from_bits(word & mask_of(rows, i / 2 % 2));
         }
-        writer.write_subtile(HiddenRows{this->h[0], this->columns}, tile, row, column + first, words);
+        writer.write_subtile(RowsOfH{this->h[0], this->columns}, tile, row, column + first, words);
       }
     } else {
 #pragma unroll
@@ -124,9 +124,9 @@ struct Fp8UpEpilogue : UpEpilogue<Element, kHidden> {
         uint32_t words[Values::kCount / 2];
 #pragma unroll
         for (int i = 0; i < Values::kCount / 2; ++i) {
-          words[i] = pack<Element>(hidden[part][2 * i], hidden[part][2 * i + 1]) & mask_of(rows, i % 2);
+          words[i] = pack<Element>(h_parts[part][2 * i], h_parts[part][2 * i + 1]) & mask_of(rows, i % 2);
         }
-        writer.write_packed_subtile(HiddenRows{this->h[part], this->columns}, tile, row, column, words);
+        writer.write_packed_subtile(RowsOfH{this->h[part], this->columns}, tile, row, column, words);
       }
     }
   }

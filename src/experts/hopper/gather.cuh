@@ -21,7 +21,7 @@ struct GatherSource {
   int32_t source_rows;
   int32_t row_chunks;  // all rows together have fewer than 2^32 - 1
 
-  static constexpr uint32_t kNowhere = 0xffffffffu;
+  static constexpr uint32_t kOutOfBounds = 0xffffffffu;
 
   __device__ int32_t slot_of(int32_t row) const { return slots == nullptr ? row : slots[row]; }
 
@@ -29,18 +29,18 @@ struct GatherSource {
   __device__ uint32_t place_of(int32_t slot) const {
     const int32_t row = slots_per_row.quotient(slot);
     const bool in_bounds = slot >= 0 && row < source_rows;
-    return in_bounds ? static_cast<uint32_t>(row) * static_cast<uint32_t>(row_chunks) : kNowhere;
+    return in_bounds ? static_cast<uint32_t>(row) * static_cast<uint32_t>(row_chunks) : kOutOfBounds;
   }
 
-  // Copies a chunk of the row at `place`, or writes zeros without reading if it is out of bounds. from: the same chunk
-  // of row 0.
+  // Copies a chunk of the row at `place`, or writes zeros without reading if it is out of bounds. from: that chunk of
+  // row 0.
   static __device__ __forceinline__ void copy_chunk(uint32_t to, const char* from, uint32_t place, bool in_bounds) {
-    copy_async_16(to, from + static_cast<uint64_t>(place) * 16, in_bounds && place != kNowhere);
+    copy_async_16(to, from + static_cast<uint64_t>(place) * 16, in_bounds && place != kOutOfBounds);
   }
 };
 
-// Gather is one thread's share of copying the panels of a tile's k-blocks. copy() starts the copies to the panels at
-// `to`; the caller makes its barrier wait for them. NoGather: the operand is loaded by TMA.
+// An operand's Gather class is one thread's share of copying the panels of a tile's k-blocks. copy() starts the copies
+// to the panels at `to`; the caller makes its barrier wait for them. NoGather: the operand is loaded by TMA.
 struct NoGather {
   template <class Operand>
   __device__ NoGather(const Operand&, const Tile&) {}
@@ -55,7 +55,7 @@ class RowGather {
   __device__ RowGather(const GatherSource& from, const Tile& tile)
       : from_(from), chunk_(lane_index() % kRowChunks), first_(swizzled(first_row() + row_of(0), chunk_)) {
     const int32_t row = tile.row + first_row() + lane_index();
-    const uint32_t place = row < tile.end_row ? from.place_of(from.slot_of(row)) : GatherSource::kNowhere;
+    const uint32_t place = row < tile.end_row ? from.place_of(from.slot_of(row)) : GatherSource::kOutOfBounds;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) places_[i] = __shfl_sync(kAllLanes, place, row_of(i));
   }

@@ -52,7 +52,7 @@ struct alignas(1024) SharedMemory {
   alignas(1024) char subtiles[Shape::kConsumers * 4][kSubtileBuffers * kSubtileBytes];
   TileQueue queue;
   LatePlace late[Shape::kConsumers * 4];
-  int32_t positions[Shape::kConsumers * 4];  // tile index per consumer warp, if it has no register for it
+  int32_t positions[Shape::kConsumers * 4];  // the tile index of each consumer warp that has no register for it
 };
 
 template <class P>
@@ -97,9 +97,9 @@ class GroupedProduct {
  private:
   // Registers per thread after setmaxnreg. Every thread starts with 65536 / kThreads, rounded down to a multiple of 8.
   // FP8 producers get 56, and so do gathering ones unless the epilogue needs the registers; others get 40.
-  static constexpr bool kProducerTakesMore = kGathers && !P::Epilogue::template kTakesRegisters<Shape>;
-  static constexpr int kProducerRegisters = OperandA::kScaled || kProducerTakesMore ? 56 : 40;
-  static constexpr int kConsumerRegisters = OperandA::kScaled || kProducerTakesMore ? 224 : 232;
+  static constexpr bool kLargeProducer = kGathers && !P::Epilogue::template kNeedsRegisters<Shape>;
+  static constexpr int kProducerRegisters = OperandA::kScaled || kLargeProducer ? 56 : 40;
+  static constexpr int kConsumerRegisters = OperandA::kScaled || kLargeProducer ? 224 : 232;
   static_assert(kProducerRegisters + Shape::kConsumers * kConsumerRegisters <= 65536 / Shape::kThreads / 8 * 8 * 3,
                 "the warpgroups may not take more registers than the kernel starts with");
 
@@ -131,7 +131,7 @@ class GroupedProduct {
   __device__ void consume(int warpgroup) {
     const int first_tile = Shape::kTilesInFlight == 1 ? 0 : warpgroup;
     SubtileWriter writer(shared_.subtiles[reload_consumer_warp()]);
-    constexpr bool kInRegister = !P::Epilogue::kTakesPosition && !OperandA::kScaled;
+    constexpr bool kInRegister = !P::Epilogue::kNeedsPositionRegister && !OperandA::kScaled;
     int position = first_tile;
     LateSubtiles<kDefersStores ? Shape::kColumns / kDeferredColumns : 0> late;
     const auto write_next = [&] {
@@ -235,7 +235,7 @@ class GroupedProduct {
 };
 
 template <class P>
-__global__ void __launch_bounds__(P::Shape::kThreads, 1) grouped_product(const __grid_constant__ P product) {
+__global__ void __launch_bounds__(P::Shape::kThreads, 1) grouped_gemm_wgmma(const __grid_constant__ P product) {
   extern __shared__ __align__(1024) char memory[];
   GroupedProduct<P>(product, *reinterpret_cast<SharedMemory<typename P::Shape>*>(memory)).run();
 }

@@ -1,15 +1,15 @@
 // Deferred stores: results that are stored during the main loop of the next tile.
 //
-// With cooperative consumers nothing issues MMAs while the warpgroups store their tile, and storing takes longer than
-// rounding. So an epilogue may hold its subtiles in registers, packed to 16 bits. The main loop of the next tile stores
-// one subtile after it has issued the MMAs of each k-block.
+// With cooperative consumers, no warpgroup issues MMAs while they store their tile, and storing takes longer than
+// rounding. So an epilogue may hold its subtiles in registers, packed to 16 bits. During the main loop of the next
+// tile, one subtile is stored after the MMAs of each k-block have been issued.
 #pragma once
 
 #include "experts/hopper/subtile_writer.cuh"
 
 namespace anabranch::cuda::hopper {
 
-// Destination of a warp's subtiles, in shared memory: accumulators and subtiles take all registers.
+// Destination of a warp's subtiles. It is in shared memory because accumulators and subtiles take all registers.
 struct LatePlace {
   int32_t row;
   int32_t end_row;

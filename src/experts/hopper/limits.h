@@ -1,4 +1,4 @@
-// Limits of the kernels on sizes and addresses, for products.cu and fp8_products.cu.
+// Limits of the kernels on sizes and addresses. Host code: kernels check nothing.
 #pragma once
 
 #include <algorithm>
@@ -6,25 +6,34 @@
 
 #include "core/cuda/tensor_map.h"
 #include "experts/cuda/ops/counts.h"
-#include "experts/cuda/ops/tiles/row_tile_scheduler.cuh"
-#include "experts/hopper/hidden_columns.h"
-#include "experts/hopper/row_operand.cuh"
+#include "experts/cuda/ops/row_map.h"
+#include "experts/cuda/ops/tiles/groups.h"
+#include "experts/hopper/gate_up_layout.h"
+#include "experts/hopper/tile_choice.h"
 
 namespace anabranch::cuda::hopper {
 
-static_assert(kMostIndices <= kMostWindowRows, "row windows must cover all row indices of the kernels");
+static_assert(kMaxCount <= kMaxWindowRows, "row windows must cover all row indices of the kernels");
 
-constexpr int64_t kTileRows = 128;        // of all tile shapes
-constexpr int64_t kMinTileColumns = 128;  // minimum over all tile shapes
+constexpr int64_t kTileRows = 128;                // of all tile shapes
+constexpr int64_t kMinTileColumns = 128;          // minimum over all tile shapes
+constexpr int64_t kFp8TileColumns = 256;          // of the one shape for FP8
+constexpr int64_t kMaxGatherChunks = 0xffffffff;  // 16-byte chunks of a gathered matrix
+constexpr int32_t kPairDtype = AB_BFLOAT16;       // tensor maps of e4m3 count pairs of elements, which have its size
 
 inline bool is_16_bit(int32_t dtype) { return dtype == AB_BFLOAT16 || dtype == AB_FLOAT16; }
 
 inline bool sizes_fit(std::initializer_list<int64_t> sizes) {
-  return std::all_of(sizes.begin(), sizes.end(), [](int64_t size) { return size > 0 && size <= kMostIndices; });
+  return std::all_of(sizes.begin(), sizes.end(), [](int64_t size) { return size > 0 && size <= kMaxCount; });
 }
 
 inline bool tile_count_fits(int64_t R, int64_t E, int64_t columns, int64_t tile_columns) {
-  return most_row_tiles(R, E, kTileRows) * ceil_div(columns, tile_columns) <= kMostIndices;
+  return max_group_row_tiles(R, E, kTileRows) * ceil_div(columns, tile_columns) <= kMaxCount;
+}
+
+// Whether rows of 16-bit elements can be gathered.
+inline bool fits_gather(const RowMap& map, int64_t columns) {
+  return map.sources() <= kMaxGatherChunks / std::max<int64_t>(columns / 8, 1);
 }
 
 constexpr const char* kNot16Bit = "the dtype is not 16-bit";
@@ -32,28 +41,28 @@ constexpr const char* kNotCounted = "a size is 0, or there are 2^30 or more rows
 constexpr const char* kNotChunks = "rows are not aligned or not whole 16-byte chunks";
 constexpr const char* kNotGathered = "the gathered matrix has 2^32 or more 16-byte chunks";
 
-// Checks a GEMM with a fused epilogue, of a feed-forward network. rows: operand A with D columns. hidden: tensors of F
-// columns that the epilogue reads or writes, or null.
-inline const char* why_not_fused(const FfnSizes& s, const RowMap& map, const Floats& rows,
-                                 std::initializer_list<Floats> hidden) {
+// Checks a GEMM with a fused epilogue, of a feed-forward network. rows: operand A with D columns. intermediates:
+// tensors of F columns that the epilogue reads or writes, or null.
+inline const char* fused_unsupported_reason(const FfnSizes& s, const RowMap& map, const Floats& rows,
+                                            std::initializer_list<Floats> intermediates) {
   const auto fits = [&](const Floats& m) { return m.data == nullptr || fits_tensor_map(m.data, rows.dtype, s.F); };
   if (!is_16_bit(rows.dtype)) return kNot16Bit;
   // For gated experts, half of a tile's columns are the gate's.
   if (!sizes_fit({s.R, s.E, s.D, s.P * s.F}) || !tile_count_fits(s.R, s.E, s.F, kMinTileColumns / 2)) {
     return kNotCounted;
   }
-  if (!fits_tensor_map(rows.data, rows.dtype, s.D) || !std::all_of(hidden.begin(), hidden.end(), fits)) {
+  if (!fits_tensor_map(rows.data, rows.dtype, s.D) || !std::all_of(intermediates.begin(), intermediates.end(), fits)) {
     return kNotChunks;
   }
   return fits_gather(map, s.D) ? nullptr : kNotGathered;
 }
 
 template <class F>
-ab_status with_hidden_columns(const FfnSizes& s, const F& f) {
-  switch (hidden_columns_of(s)) {
-    case HiddenColumns::plain: return f.template operator()<HiddenColumns::plain>();
-    case HiddenColumns::gated: return f.template operator()<HiddenColumns::gated>();
-    default: return f.template operator()<HiddenColumns::interleaved>();
+ab_status with_gate_up_layout(const FfnSizes& s, const F& f) {
+  switch (gate_up_layout_of(s)) {
+    case GateUpLayout::ungated: return f.template operator()<GateUpLayout::ungated>();
+    case GateUpLayout::gated: return f.template operator()<GateUpLayout::gated>();
+    default: return f.template operator()<GateUpLayout::interleaved>();
   }
 }
 

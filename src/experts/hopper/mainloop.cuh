@@ -39,7 +39,7 @@ struct OperandRing {
   __device__ void begin_mainloop(int n) {
     if constexpr (Shape::kTilesInFlight > 1) {
       if (n == 0) return;
-      const auto before = RingPosition<Shape::kTilesInFlight>::of(n - 1);
+      const auto before = RingPosition<Shape::kTilesInFlight>::nth(n - 1);
       mainloop_ended[before.stage].wait(before.phase);
       __syncwarp();  // no lane may lag a phase behind
     }
@@ -67,8 +67,8 @@ __device__ __forceinline__ void load_k_blocks(OperandRing<Shape>& ring, const Op
   const uint32_t bytes = a.template bytes<Shape::kRows>(tile) + b.template bytes<Shape::kColumns>(tile);
   typename OperandA::template Gather<Shape::kRows> gather_a(a, tile);
   typename OperandB::template Gather<Shape::kColumns> gather_b(b, tile);
-  auto at = OperandRing<Shape>::Position::of(tile.first_k_block);
-  if constexpr (OperandB::kTakesBias) {
+  auto at = OperandRing<Shape>::Position::nth(tile.first_k_block);
+  if constexpr (OperandB::kMayHaveBias) {
     if (blocks_of(b, tile) > tile.k_blocks) {
       constexpr uint32_t kBiasBytes = Shape::kColumns / kPanel * kWgmmaK * kSwizzleBytes;
       Barrier& full = ring.full[at.stage];
@@ -77,7 +77,7 @@ __device__ __forceinline__ void load_k_blocks(OperandRing<Shape>& ring, const Op
       if (is_leader && lane_index() == 0) {
         full.arrive_and_expect(kBiasBytes);
         b.bias.template load<Shape::kColumns>(shared_address(ring.b[at.stage]), full, tile, 0,
-                                              Multicast<Shape::kBlocks>::of(tile.multicasts_b != 0));
+                                              Multicast<Shape::kBlocks>::make(tile.multicasts_b != 0));
       }
       if constexpr (OperandA::kGathered) full.arrive_after_copies();  // there are no copies: arrives at once
       at.advance();
@@ -92,7 +92,7 @@ __device__ __forceinline__ void load_k_blocks(OperandRing<Shape>& ring, const Op
       full.arrive_and_expect(bytes);
       a.template load<Shape::kRows>(shared_address(ring.a[at.stage]), full, tile, k_block, Multicast<1>{});
       b.template load<Shape::kColumns>(shared_address(ring.b[at.stage]), full, tile, k_block,
-                                       Multicast<Shape::kBlocks>::of(tile.multicasts_b != 0));
+                                       Multicast<Shape::kBlocks>::make(tile.multicasts_b != 0));
     }
     gather_a.copy(shared_address(ring.a[at.stage]), tile, k_block);
     gather_b.copy(shared_address(ring.b[at.stage]), tile, k_block);
@@ -110,14 +110,14 @@ __device__ __forceinline__ void multiply_k_blocks(OperandRing<Shape>& ring, cons
                                                   const During& during_products,
                                                   const DuringLast& during_last_products) {
   using Multiply = Wgmma<Shape::kColumns, OperandA::kMajor, OperandB::kMajor, Element>;
-  auto at = OperandRing<Shape>::Position::of(tile.first_k_block);
+  auto at = OperandRing<Shape>::Position::nth(tile.first_k_block);
   auto before = at;
   const Descriptor first_a = make_descriptor(shared_address(ring.a[0])) + member * Shape::kWarpgroupPanels * kNextPanel;
   const Descriptor first_b = make_descriptor(shared_address(ring.b[0]));
 #pragma unroll
   for (int panel = 0; panel < kUsed; ++panel) begin_accumulators(acc[panel]);
   int block = 0;
-  if constexpr (OperandB::kTakesBias) {
+  if constexpr (OperandB::kMayHaveBias) {
     // The bias MMA is predicated, not branched around: with a branch the compiler would wait for every single wgmma.
     block = operand_b.bias_blocks;
     if (block > 0) ring.full[at.stage].wait(at.phase);
@@ -161,10 +161,10 @@ __device__ __forceinline__ void multiply_k_blocks(OperandRing<Shape>& ring, cons
   for (int panel = 0; panel < kUsed; ++panel) finish_accumulators(acc[panel]);
 }
 
-// For a warpgroup without rows of the expert. blocks: k-blocks of the tile.
+// The main loop of a warpgroup without rows of the expert. blocks: number of k-blocks of the tile.
 template <class Shape>
 __device__ __forceinline__ void skip_k_blocks(OperandRing<Shape>& ring, const Tile& tile, int blocks) {
-  auto at = OperandRing<Shape>::Position::of(tile.first_k_block);
+  auto at = OperandRing<Shape>::Position::nth(tile.first_k_block);
   for (int block = 0; block < blocks; ++block, at.advance()) {
     ring.full[at.stage].wait(at.phase);
     __syncwarp();  // no lane may lag a phase behind

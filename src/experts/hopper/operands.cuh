@@ -13,12 +13,12 @@ namespace anabranch::cuda::hopper {
 
 struct LoadedByTma {
   static constexpr bool kGathered = false;
-  static constexpr bool kTakesBias = false;
+  static constexpr bool kMayHaveBias = false;
   static constexpr bool kScaled = false;
   template <int>
   using Gather = NoGather;
 
-  // Bytes that load() brings for kSides rows or columns of a tile.
+  // Bytes that load() transfers for kSides rows or columns of a tile.
   template <int kSides>
   __device__ static constexpr uint32_t bytes(const Tile&) {
     return kSides * kSwizzleBytes;
@@ -27,7 +27,7 @@ struct LoadedByTma {
 
 struct LoadedByThreads : GatherSource {
   static constexpr bool kGathered = true;
-  static constexpr bool kTakesBias = false;
+  static constexpr bool kMayHaveBias = false;
   static constexpr bool kScaled = false;
 
   __device__ void prefetch_maps() const {}
@@ -181,7 +181,7 @@ struct BiasOf<GatedWeightOperand<kMajor>> {
 
 template <class Weights>
 struct BiasedOperand : Weights {
-  static constexpr bool kTakesBias = true;
+  static constexpr bool kMayHaveBias = true;
   typename BiasOf<Weights>::Operand bias;  // boxes [kWgmmaK][64]
   int32_t bias_blocks;                     // per tile: 1, or 0 without a bias
 
@@ -191,10 +191,10 @@ struct BiasedOperand : Weights {
   }
 };
 
-// k-blocks of a tile, including its bias.
+// Number of k-blocks of a tile, including its bias.
 template <class OperandB>
 __device__ __forceinline__ int blocks_of(const OperandB& b, const Tile& tile) {
-  if constexpr (OperandB::kTakesBias) {
+  if constexpr (OperandB::kMayHaveBias) {
     if (tile.k_blocks > 0) return tile.k_blocks + b.bias_blocks;
   }
   return tile.k_blocks;

@@ -5,7 +5,7 @@
 #include <cuda_runtime.h>
 
 #include "anabranch/types.h"
-#include "experts/cuda/ops/hidden_gradient.h"
+#include "experts/cuda/ops/intermediate_gradient.h"
 #include "experts/cuda/ops/rows_product.h"
 #include "experts/cuda/ops/up.h"
 #include "experts/cuda/ops/weight_gradient.h"
@@ -15,25 +15,25 @@ namespace anabranch::cuda::hopper {
 
 // Returns why the kernels cannot run an operation, or nullptr if they can. They take 16-bit elements, aligned rows of
 // whole 16-byte chunks, nonzero sizes, and sizes within int32 indexing.
-const char* why_not(const Up& up);
-const char* why_not(const RowsProduct& product);
-const char* why_not(const HiddenGradient& gradient);
-const char* why_not(const WeightGradient& gradient);
+const char* unsupported_reason(const Up& up);
+const char* unsupported_reason(const RowsProduct& product);
+const char* unsupported_reason(const IntermediateGradient& gradient);
+const char* unsupported_reason(const WeightGradient& gradient);
 
-// The tile that tile_choice.h selects.
+// Returns the tile that tile_choice.h selects.
 TileChoice choose_tile(const Up& up, int multiprocessors);
 TileChoice choose_tile(const RowsProduct& product, int multiprocessors);
-TileChoice choose_tile(const HiddenGradient& gradient, int multiprocessors);
+TileChoice choose_tile(const IntermediateGradient& gradient, int multiprocessors);
 TileChoice choose_tile(const WeightGradient& gradient, int multiprocessors);
 
 // Number of column tiles, each with a partial sum of <da, a> per row.
-int64_t parts_of_dots(const HiddenGradient& gradient, TileChoice tile);
+int64_t num_dot_parts(const IntermediateGradient& gradient, TileChoice tile);
 
 // Enqueue the GEMM. If it has no kernel with this tile (128 x 192 with a fused epilogue or a gather), another tile is
 // used.
 ab_status launch_gemm(const Up& up, TileChoice tile, int multiprocessors, cudaStream_t stream);
 ab_status launch_gemm(const RowsProduct& product, TileChoice tile, int multiprocessors, cudaStream_t stream);
-ab_status launch_gemm(const HiddenGradient& gradient, TileChoice tile, int multiprocessors, cudaStream_t stream);
+ab_status launch_gemm(const IntermediateGradient& gradient, TileChoice tile, int multiprocessors, cudaStream_t stream);
 // workspace: weight_gradient_bytes() bytes.
 ab_status launch_gemm(const WeightGradient& gradient, TileChoice tile, void* workspace, int multiprocessors,
                       cudaStream_t stream);

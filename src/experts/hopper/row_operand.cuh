@@ -1,17 +1,18 @@
 // Operand A of a GEMM over rows: rows in expert order, or gathered rows.
 #pragma once
 
-#include <algorithm>
-
 #include "core/cuda/tensor_map.h"
 #include "core/floats.h"
 #include "core/status.h"
 #include "experts/cuda/ops/row_map.h"
+#include "experts/hopper/limits.h"
 #include "experts/hopper/operands.cuh"
 
 namespace anabranch::cuda::hopper {
 
-// The rows that `map` selects from a matrix with `columns` 16-bit columns.
+static_assert(kMaxGatherChunks == GatherSource::kOutOfBounds, "chunk indices fit uint32 beside kOutOfBounds");
+
+// Describes the rows that `map` selects from a matrix with `columns` 16-bit columns.
 inline GatherSource gather_source(const Floats& matrix, const RowMap& map, int64_t columns) {
   GatherSource from;
   from.source = static_cast<const char*>(matrix.data);
@@ -33,12 +34,6 @@ ab_status prepare_rows(const char*, const Floats& matrix, const RowMap& map, int
                        GatheredRowOperand* operand) {
   static_cast<GatherSource&>(*operand) = gather_source(matrix, map, columns);
   return ok();
-}
-
-// Whether rows of 16-bit elements can be gathered: chunk indices must fit uint32.
-inline bool fits_gather(const RowMap& map, int64_t columns) {
-  constexpr int64_t kMaxChunks = int64_t{GatherSource::kNowhere};
-  return map.sources() <= kMaxChunks / std::max<int64_t>(columns / 8, 1);
 }
 
 }  // namespace anabranch::cuda::hopper

@@ -39,7 +39,7 @@ struct RowSlots {
 
 // The two rows of a warp's 16 whose accumulators a lane holds: row lane / 4 of the first 8 and of the last 8.
 struct RowPair {
-  bool real[2];  // neither padding nor after the rows of the expert
+  bool real[2];  // whether the row is neither padding nor after the rows of the expert
   float weight[2];
 
   RowPair() = default;

@@ -11,7 +11,7 @@ struct RowsEpilogue : NoPrefetch {
   using Out = Out_;
   static constexpr bool kDefersStores = true;
   template <class Shape>
-  static constexpr bool kTakesRegisters = Shape::kTilesInFlight == 1;
+  static constexpr bool kNeedsRegisters = Shape::kTilesInFlight == 1;
 
   CUtensorMap map;  // row window, boxes of a subtile
   int32_t columns;

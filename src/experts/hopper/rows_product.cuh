@@ -30,7 +30,7 @@ template <class Shape, class Element, class OperandA, Major kMajorB, class Epilo
 using RowsProductOf = Product<Shape, Element, OperandA, BiasedOperand<WeightOperand<kMajorB>>, RowTiles,
                               RowTileScheduler<Shape::kRows, Shape::kColumns, Shape::kBlocks>, Epilogue>;
 
-// Prepares everything except operand A.
+// Prepares all arguments except operand A.
 template <class Shape, class Element, class OperandA, Major kMajorB, class Epilogue>
 ab_status prepare_rows_product(const RowsProduct& p,
                                RowsProductOf<Shape, Element, OperandA, kMajorB, Epilogue>* product) {
@@ -54,8 +54,8 @@ ab_status prepare_rows_product(const RowsProduct& p,
 
 // Upper bound on the number of tiles.
 template <class P>
-int64_t most_tiles(const RowsProduct& p, const P& product) {
-  return most_row_tiles(p.R, p.E, P::Shape::kRows) * product.tiles.column_tiles;
+int64_t max_tiles(const RowsProduct& p, const P& product) {
+  return max_group_row_tiles(p.R, p.E, P::Shape::kRows) * product.tiles.column_tiles;
 }
 
 template <class Shape, class Element, Major kMajorB, class Epilogue>
@@ -63,7 +63,7 @@ ab_status launch_rows_product(const RowsProduct& p, int multiprocessors, cudaStr
   RowsProductOf<Shape, Element, RowOperand, kMajorB, Epilogue> product;
   AB_RETURN_IF_ERROR(prepare_rows<Shape::kRows>("x", {const_cast<void*>(p.x), p.dtype}, p.map, p.D, &product.a));
   AB_RETURN_IF_ERROR((prepare_rows_product<Shape, Element, RowOperand, kMajorB, Epilogue>(p, &product)));
-  return launch_product("grouped GEMM", product, most_tiles(p, product), multiprocessors, stream);
+  return launch_product("grouped GEMM", product, max_tiles(p, product), multiprocessors, stream);
 }
 
 template <Major kMajorB, template <class> class Epilogue>

@@ -11,7 +11,7 @@ template <class Out>
 struct ScaleBiasEpilogue : NoPrefetch {
   static constexpr bool kDefersStores = true;
   template <class Shape>
-  static constexpr bool kTakesRegisters = Shape::kTilesInFlight == 1;
+  static constexpr bool kNeedsRegisters = Shape::kTilesInFlight == 1;
 
   RowsEpilogue<Out> y;
   const Out* bias;  // [E, bias_columns], from the first column of y on; nullptr unless weights multiply only the bias

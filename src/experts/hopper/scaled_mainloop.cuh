@@ -22,7 +22,7 @@ struct RowScales {
   int32_t blocks;  // per row
 
   // Returns the index of a row's first scale. Padding rows get any valid index, since their results are not used.
-  __device__ uint32_t of(int32_t row) const {
+  __device__ uint32_t first_index(int32_t row) const {
     int32_t source = row;
     if (slots != nullptr) {
       const int32_t slot = slots[row];
@@ -41,7 +41,7 @@ struct WeightScales {
   uint32_t half_stride;    // elements from the first half of a tile to the last
   uint32_t last;           // last valid index
 
-  __device__ uint32_t of(const Tile& tile) const {
+  __device__ uint32_t first_index(const Tile& tile) const {
     return static_cast<uint32_t>(tile.expert) * expert_stride +
            static_cast<uint32_t>(tile.column / kScaleBlock) * column_stride;
   }
@@ -79,12 +79,12 @@ __device__ __forceinline__ void multiply_scaled_k_blocks(OperandRing<Shape>& rin
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int32_t row = tile.row + member * kPanel + warp_index() % 4 * (kPanel / 4) + i * 8 + lane_index() / 4;
-    row_index[i] = row_scales.of(min(row, tile.end_row - 1));
+    row_index[i] = row_scales.first_index(min(row, tile.end_row - 1));
   }
-  uint32_t column_index = weight_scales.of(tile);
-  // `never` is 0, but the compiler cannot know: the first MMA of each block might add to its accumulators. This forces
-  // all MMAs into the same registers, so each waits until the previous sums have been read. Otherwise the compiler
-  // would start the next MMAs in other registers, and there are too few.
+  uint32_t column_index = weight_scales.first_index(tile);
+  // `never` is 0, but the compiler does not know this: for it, the first MMA of each block may add to its accumulators.
+  // This forces all MMAs into the same registers, so each waits until the previous sums have been read. Otherwise the
+  // compiler would start the next MMAs in other registers, and there are too few.
   float sums[kHalf];
 #pragma unroll
   for (float& value : sums) value = 0.0f;
@@ -104,7 +104,7 @@ __device__ __forceinline__ void multiply_scaled_k_blocks(OperandRing<Shape>& rin
   };
   load_scales();
   const int last_k_block = tile.first_k_block + tile.k_blocks;
-  auto at = OperandRing<Shape>::Position::of(tile.first_k_block);
+  auto at = OperandRing<Shape>::Position::nth(tile.first_k_block);
   wait_for(at);
 #pragma unroll 1
   for (int k_block = tile.first_k_block; k_block < last_k_block; ++k_block) {
@@ -125,7 +125,7 @@ __device__ __forceinline__ void multiply_scaled_k_blocks(OperandRing<Shape>& rin
       const float scales[2] = {rows[0] * columns[half], rows[1] * columns[half]};
       if (half == 1 && k_block + 1 < last_k_block) {
         load_scales();
-        at = OperandRing<Shape>::Position::of(k_block + 1);
+        at = OperandRing<Shape>::Position::nth(k_block + 1);
         wait_for(at);
       }
       wait_for_products<0>();

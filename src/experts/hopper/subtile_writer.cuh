@@ -29,15 +29,15 @@ __device__ __forceinline__ void pack_subtile(const float* values, SubtileWords& 
   for (int i = 0; i < kSwizzleBytes / 8; ++i) words[i] = pack<Out>(values[2 * i], values[2 * i + 1]);
 }
 
-// For epilogues without prefetches.
+// The prefetched data of epilogues without prefetches.
 struct EmptyPrefetch {};
 class SubtileWriter;
 struct NoPrefetch {
-  // kTakesRegisters: the epilogue needs so many registers that gathering gets fewer. kTakesPosition: it leaves no
-  // register for the tile index.
+  // kNeedsRegisters: the epilogue needs so many registers that gathering producers get fewer. kNeedsPositionRegister:
+  // it leaves no register for the tile index.
   template <class Shape>
-  static constexpr bool kTakesRegisters = false;
-  static constexpr bool kTakesPosition = false;
+  static constexpr bool kNeedsRegisters = false;
+  static constexpr bool kNeedsPositionRegister = false;
   static constexpr bool kDefersStores = false;
 
   template <class Shape>
@@ -54,7 +54,7 @@ class SubtileWriter {
   // subtiles: kSubtileBuffers buffers of kSubtileBytes, 1024-byte aligned.
   __device__ explicit SubtileWriter(char* subtiles) : subtiles_(shared_address(subtiles)) {}
 
-  // Reconstructs the writer of a warp, so that it takes no registers during the main loop.
+  // Reconstructs the writer of a warp. So it takes no registers during the main loop.
   static __device__ __forceinline__ SubtileWriter reopen(char* subtiles) {
     if (lane_index() == 0) wait_for_stores_to_read<0>();
     __syncwarp();
@@ -104,7 +104,7 @@ class SubtileWriter {
     }
   }
 
-  // The memory of the subtiles, for epilogues that use it otherwise.
+  // The memory of the subtiles, for epilogues that use it for other data.
   __device__ uint32_t subtiles() const { return subtiles_; }
 
   // Must be called before the CTA exits.
@@ -129,7 +129,7 @@ class SubtileWriter {
 #pragma unroll
     for (int chunk = 0; chunk < kSwizzleBytes / 16; chunk += 2) {
       const int first = chunk * 2;
-      store_matrices(chunks_on(place, chunk), word(first), word(first + 1), word(first + 2), word(first + 3));
+      store_matrices(advance_chunks(place, chunk), word(first), word(first + 1), word(first + 2), word(first + 3));
     }
   }
 
@@ -143,8 +143,8 @@ class SubtileWriter {
 #pragma unroll
       for (int eight = 0; eight < kSubtileColumns<Out> / 8; ++eight) {
         const float* values = acc + eight * 4;
-        store_shared(chunks_on(place, eight * 2), values[0], values[1]);
-        store_shared(chunks_on(place, eight * 2) + 8 * kSwizzleBytes, values[2], values[3]);
+        store_shared(advance_chunks(place, eight * 2), values[0], values[1]);
+        store_shared(advance_chunks(place, eight * 2) + 8 * kSwizzleBytes, values[2], values[3]);
       }
     }
   }

@@ -33,8 +33,8 @@ inline double cycles_of(const TileModel& tile, double rows, double tiles, double
                         double cache_bytes) {
   constexpr double kMultiplyAdds = 2048;  // 16-bit multiply-adds per cycle
   constexpr double kStoreBytes = 28;      // bytes of results per cycle through shared memory
-  constexpr double kStart = 1500;         // latency of the first operands of a tile, if not hidden
-  constexpr double kSwitch = 750;         // between tiles, if hidden
+  constexpr double kStart = 1500;         // latency of the first operands of a tile, if it is not hidden
+  constexpr double kSwitch = 750;         // between two tiles, if that latency is hidden
   const int half = tile.rows / 2;
   const double multiplied_rows = rows <= half ? half : tile.rows;
   const double multiply = multiplied_rows * tile.columns * k / kMultiplyAdds;
@@ -65,7 +65,7 @@ TileModel choose_tile(const Tiles& tiles, double k, int multiprocessors, double 
   return choose_fastest(cycles, is_supported);
 }
 
-// For N columns of R rows in E groups, with contractions of length D.
+// Chooses the tile for N columns of R rows in E groups, with contractions of length D.
 template <class IsSupported>
 TileModel choose_among(int64_t R, int64_t E, int64_t N, int64_t D, int multiprocessors, double cache_bytes,
                        const IsSupported& is_supported) {
@@ -77,8 +77,8 @@ TileModel choose_among(int64_t R, int64_t E, int64_t N, int64_t D, int multiproc
   return choose_tile(tiles, static_cast<double>(D), multiprocessors, cache_bytes, is_supported);
 }
 
-// For groups that fill less than half a tile on average. Each group with rows has one row tile; the number of such
-// groups assumes that rows are assigned uniformly at random.
+// Chooses the tile for groups that fill less than half a tile on average. Each group with rows has one row tile; the
+// number of such groups assumes that rows are assigned uniformly at random.
 inline TileModel choose_for_few_rows(int64_t R, int64_t E, int64_t N, int64_t D, int multiprocessors) {
   const auto groups = static_cast<double>(E);
   const double used = groups * (1.0 - std::pow(1.0 - 1.0 / groups, static_cast<double>(R)));
@@ -89,7 +89,7 @@ inline TileModel choose_for_few_rows(int64_t R, int64_t E, int64_t N, int64_t D,
   return choose_fastest(cycles, [](const TileModel&) { return true; });
 }
 
-// transposed: the weights are K-major.
+// Chooses the tile for any GEMM over rows. transposed: the weights are K-major.
 inline TileModel choose_row_tile(int64_t R, int64_t E, int64_t N, int64_t D, bool transposed, int multiprocessors) {
   constexpr int64_t kFewRows = 64;
   if (0 < R && R < kFewRows * E) return choose_for_few_rows(R, E, N, D, multiprocessors);
@@ -101,12 +101,12 @@ inline TileModel choose_row_tile(int64_t R, int64_t E, int64_t N, int64_t D, boo
 // must also be whole panels.
 inline bool leaves_registers(const TileModel& tile) { return tile.choice != TileChoice::k128x192; }
 
-// For GEMMs whose epilogue reads or writes h. N: columns of W_in or W_out.
+// Chooses the tile for GEMMs whose epilogue reads or writes h. N: columns of W_in or W_out.
 inline TileModel choose_fused_tile(int64_t R, int64_t E, int64_t N, int64_t D, int multiprocessors) {
   return choose_among(R, E, N, D, multiprocessors, kCacheBytesInPairs, leaves_registers);
 }
 
-// For weight gradients [D, N] of E groups, summed over R rows in total.
+// Chooses the tile for weight gradients [D, N] of E groups, summed over R rows in total.
 inline TileModel choose_weight_tile(int64_t R, int64_t E, int64_t D, int64_t N, bool gathers, int multiprocessors) {
   const auto tiles = [&](const TileModel& tile) {
     return static_cast<double>(E * ceil_div(D, tile.rows)) * static_cast<double>(ceil_div(N, tile.columns));

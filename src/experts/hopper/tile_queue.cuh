@@ -19,7 +19,7 @@ class TileQueue {
 
   // Puts the n-th tile. Called by one whole warp.
   __device__ void put(int n, const Tile& tile) {
-    const auto at = RingPosition<kStages>::of(n);
+    const auto at = RingPosition<kStages>::nth(n);
     empty_[at.stage].wait(at.phase ^ 1u);
     __syncwarp();  // no lane may lag a phase behind
     if (lane_index() == 0) {
@@ -39,7 +39,7 @@ class TileQueue {
   static constexpr int kStages = 4;
 
   __device__ Tile read(int n, bool last) {
-    const auto at = RingPosition<kStages>::of(n);
+    const auto at = RingPosition<kStages>::nth(n);
     full_[at.stage].wait(at.phase);
     __syncwarp();  // no lane may lag a phase behind
     Tile tile{};

@@ -11,12 +11,12 @@
 
 namespace anabranch::cuda::hopper {
 
-template <HiddenColumns kColumns, Major kMajor>
-using UpWeights = std::conditional_t<kColumns == HiddenColumns::gated, GatedWeightOperand<kMajor>,
-                                     WeightOperand<kMajor, parts_of(kColumns)>>;
+template <GateUpLayout kLayout, Major kMajor>
+using UpWeights = std::conditional_t<kLayout == GateUpLayout::gated, GatedWeightOperand<kMajor>,
+                                     WeightOperand<kMajor, parts_of(kLayout)>>;
 
-// Tensor map of the matrices of one part, or of all P F columns, from `column` on. Boxes have 64 columns for weights as
-// stored, and box_columns rows for transposed weights.
+// Makes the tensor map of the matrices of one part, or of all P F columns, from `column` on. Boxes have 64 columns for
+// weights as stored, and box_columns rows for transposed weights.
 template <Major kMajor, class Shape>
 ab_status make_up_map(const Up& up, int64_t column, int64_t columns, int box_columns, CUtensorMap* map) {
   const FfnSizes& s = up.s;
@@ -39,7 +39,7 @@ ab_status prepare_up_weights(const Up& up, WeightOperand<kMajor, kScale>* weight
   return make_up_map<kMajor, Shape>(up, 0, up.s.P * up.s.F, Shape::kColumns / Shape::kBlocks, &weights->map);
 }
 
-// Tensor map of b_in, with the same columns.
+// Makes the tensor map of b_in with those columns.
 inline ab_status make_bias_map(const Up& up, int64_t column, int64_t columns, CUtensorMap* map) {
   const char* data = static_cast<const char*>(up.b_in.data) + column * 2;
   return make_matrices_map("b_in", data, up.b_in.dtype, up.s.E, 1, columns, kPanel, kWgmmaK, map, up.s.P * up.s.F);
@@ -53,16 +53,16 @@ ab_status prepare_up_bias(const Up& up, WeightOperand<Major::mn, kScale>* bias) 
   return make_bias_map(up, 0, up.s.P * up.s.F, &bias->map);
 }
 
-template <class Shape, class Element, class OperandA, HiddenColumns kHidden, Major kMajor>
+template <class Shape, class Element, class OperandA, GateUpLayout kLayout, Major kMajor>
 ab_status launch_up(const Up& up, int multiprocessors, cudaStream_t stream) {
-  constexpr int kParts = parts_of(kHidden);
+  constexpr int kParts = parts_of(kLayout);
   constexpr int kWidth = Shape::kColumns / kParts;  // columns of `a`
   const FfnSizes& s = up.s;
-  Product<Shape, Element, OperandA, BiasedOperand<UpWeights<kHidden, kMajor>>, RowTiles,
-          RowTileScheduler<Shape::kRows, kWidth, Shape::kBlocks>, UpEpilogue<Element, kHidden>>
+  Product<Shape, Element, OperandA, BiasedOperand<UpWeights<kLayout, kMajor>>, RowTiles,
+          RowTileScheduler<Shape::kRows, kWidth, Shape::kBlocks>, UpEpilogue<Element, kLayout>>
       product;
   AB_RETURN_IF_ERROR(prepare_rows<Shape::kRows>("x", up.x, up.map, s.D, &product.a));
-  AB_RETURN_IF_ERROR(prepare_up_weights<Shape>(up, static_cast<UpWeights<kHidden, kMajor>*>(&product.b)));
+  AB_RETURN_IF_ERROR(prepare_up_weights<Shape>(up, static_cast<UpWeights<kLayout, kMajor>*>(&product.b)));
   product.b.bias_blocks = up.b_in.data == nullptr ? 0 : 1;
   if (up.b_in.data != nullptr) AB_RETURN_IF_ERROR(prepare_up_bias(up, &product.b.bias));
   const auto make_map = [&](const char* name, void* data, int64_t columns, int64_t stride, CUtensorMap* map) {
@@ -70,10 +70,10 @@ ab_status launch_up(const Up& up, int multiprocessors, cudaStream_t stream) {
   };
   auto& out = product.epilogue;
   AB_RETURN_IF_ERROR(make_map("a", up.a.data, s.F, s.F, &out.a));
-  for (int64_t i = 0; i < out.kHiddenMaps; ++i) {
+  for (int64_t i = 0; i < out.kMapsOfH; ++i) {
     // Without h the map still needs a valid address.
     void* h = up.h.data == nullptr ? up.a.data : static_cast<char*>(up.h.data) + i * s.F * 2;
-    AB_RETURN_IF_ERROR(make_map("h", h, kParts * s.F / out.kHiddenMaps, kParts * s.F, &out.h[i]));
+    AB_RETURN_IF_ERROR(make_map("h", h, kParts * s.F / out.kMapsOfH, kParts * s.F, &out.h[i]));
   }
   out.weights = RowWeights(up.map, up.weights);
   out.columns = static_cast<int32_t>(s.F);
@@ -81,18 +81,18 @@ ab_status launch_up(const Up& up, int multiprocessors, cudaStream_t stream) {
   out.writes_h = up.h.data != nullptr;
   product.tiles = {groups_of(up.group_sizes, s.E, s.R), static_cast<int32_t>(s.D),
                    static_cast<int32_t>(ceil_div(s.F, kWidth)), up.skips_rest};
-  const int64_t tiles = most_row_tiles(s.R, s.E, Shape::kRows) * product.tiles.column_tiles;
+  const int64_t tiles = max_group_row_tiles(s.R, s.E, Shape::kRows) * product.tiles.column_tiles;
   return launch_product("up GEMM", product, tiles, multiprocessors, stream);
 }
 
 // Layouts other than the default one have gathering kernels only; these read ungathered rows through the identity map.
-template <HiddenColumns kHidden, Major kMajor>
+template <GateUpLayout kLayout, Major kMajor>
 ab_status launch_up(const Up& up, TileChoice tile, int multiprocessors, cudaStream_t stream) {
-  constexpr bool kIsDefaultLayout = kHidden != HiddenColumns::interleaved && kMajor == Major::mn;
+  constexpr bool kIsDefaultLayout = kLayout != GateUpLayout::interleaved && kMajor == Major::mn;
   const auto with_operand = [&]<class OperandA, class Element>() {
     return tile == TileChoice::k128x256
-               ? launch_up<InPairs<Tile128x256>, Element, OperandA, kHidden, kMajor>(up, multiprocessors, stream)
-               : launch_up<InPairs<Tile128x128>, Element, OperandA, kHidden, kMajor>(up, multiprocessors, stream);
+               ? launch_up<InPairs<Tile128x256>, Element, OperandA, kLayout, kMajor>(up, multiprocessors, stream)
+               : launch_up<InPairs<Tile128x128>, Element, OperandA, kLayout, kMajor>(up, multiprocessors, stream);
   };
   const auto with_element = [&]<class Element>(Element) {
     if constexpr (kIsDefaultLayout) {

@@ -4,7 +4,7 @@
 
 #include "experts/activation.h"
 #include "experts/hopper/column_pairs.cuh"
-#include "experts/hopper/hidden_columns.h"
+#include "experts/hopper/gate_up_layout.h"
 #include "experts/hopper/quads.cuh"
 #include "experts/hopper/row_weights.cuh"
 #include "experts/hopper/subtile_values.cuh"
@@ -13,12 +13,12 @@ namespace anabranch::cuda::hopper {
 
 // Gated layout: the first half of a tile's columns are gate columns (GatedWeightOperand). `columns` and the columns of
 // a tile refer to `a`.
-template <class Element, HiddenColumns kHidden>
+template <class Element, GateUpLayout kLayout>
 struct UpEpilogue : NoPrefetch {
-  static constexpr int kParts = parts_of(kHidden);
-  static constexpr int kHiddenMaps = kHidden == HiddenColumns::gated ? 2 : 1;
+  static constexpr int kParts = parts_of(kLayout);
+  static constexpr int kMapsOfH = kLayout == GateUpLayout::gated ? 2 : 1;
 
-  CUtensorMap h[kHiddenMaps];  // row windows of [R, F] each, or of [R, 2 F], boxes of a subtile
+  CUtensorMap h[kMapsOfH];  // row windows of [R, F] each, or of [R, 2 F], boxes of a subtile
   CUtensorMap a;
   RowWeights weights;  // null unless applied early
   int32_t columns;     // F
@@ -32,7 +32,7 @@ struct UpEpilogue : NoPrefetch {
   }
 
   template <class Shape>
-  static constexpr bool kTakesRegisters = true;
+  static constexpr bool kNeedsRegisters = true;
 
   template <class Shape>
   __device__ void write(SubtileWriter& writer, const Tile& tile, int row, int, const float (&acc)[Shape::kColumns / 2],
@@ -44,7 +44,7 @@ struct UpEpilogue : NoPrefetch {
 #pragma unroll
     for (int column = 0; column < kWidth; column += kSubtileColumns<Element>) {
       if (tile.column + column >= columns) return;
-      if constexpr (kHidden == HiddenColumns::interleaved) {
+      if constexpr (kLayout == GateUpLayout::interleaved) {
         uint32_t a_words[Values::kCount / 2];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -58,7 +58,7 @@ struct UpEpilogue : NoPrefetch {
         for (int part = 0; part < kParts; ++part) parts[part] = acc + (part * kWidth + column) / 2;
         float a_subtile[Values::kCount];
         if (all_real) {
-          write_hidden(writer, tile, row, column, parts, a_subtile);
+          write_h(writer, tile, row, column, parts, a_subtile);
         } else {
           write_cleared(writer, tile, row, column, parts, rows, a_subtile);
         }
@@ -74,14 +74,13 @@ struct UpEpilogue : NoPrefetch {
     if (!writes_h) return;
 #pragma unroll
     for (const CUtensorMap& map : h) {
-      writer.write_zeros<Shape::kColumns / kHiddenMaps>(Destination{map, kHiddenScale * columns}, hidden_tile(tile),
-                                                        row);
+      writer.write_zeros<Shape::kColumns / kMapsOfH>(Destination{map, kScaleOfH * columns}, tile_of_h(tile), row);
     }
   }
 
  protected:
   using Values = SubtileValues<Element>;
-  static constexpr int kHiddenScale = kParts / kHiddenMaps;  // columns of a map of h per column of `a`
+  static constexpr int kScaleOfH = kParts / kMapsOfH;  // columns of a map of h per column of `a`
 
   struct Destination {
     using Out = Element;
@@ -92,9 +91,9 @@ struct UpEpilogue : NoPrefetch {
     }
   };
 
-  // The tile with columns of a map of h.
-  static __device__ Tile hidden_tile(Tile tile) {
-    tile.column *= kHiddenScale;
+  // Converts the columns of a tile to those of a map of h.
+  static __device__ Tile tile_of_h(Tile tile) {
+    tile.column *= kScaleOfH;
     return tile;
   }
 
@@ -106,19 +105,19 @@ struct UpEpilogue : NoPrefetch {
   }
 
   // Writes a subtile of h if it is requested, and computes `a` from it.
-  __device__ __forceinline__ void write_hidden(SubtileWriter& writer, const Tile& tile, int row, int column,
-                                               const float* const (&hidden)[kParts],
-                                               float (&result)[Values::kCount]) const {
+  __device__ __forceinline__ void write_h(SubtileWriter& writer, const Tile& tile, int row, int column,
+                                          const float* const (&h_parts)[kParts],
+                                          float (&result)[Values::kCount]) const {
     if (writes_h) {
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
-        writer.write_subtile(Destination{h[part], columns}, tile, row, column, hidden[part]);
+        writer.write_subtile(Destination{h[part], columns}, tile, row, column, h_parts[part]);
       }
     }
-    activate_columns(hidden[0], hidden[kParts - 1], result);
+    activate_columns(h_parts[0], h_parts[kParts - 1], result);
   }
 
-  // Like write_hidden(), for accumulators with padding rows.
+  // Like write_h(), for accumulators with padding rows.
   __device__ __forceinline__ void write_cleared(SubtileWriter& writer, const Tile& tile, int row, int column,
                                                 const float* const (&acc)[kParts], const RowPair& rows,
                                                 float (&result)[Values::kCount]) const {
@@ -127,19 +126,19 @@ struct UpEpilogue : NoPrefetch {
     if constexpr (kParts == 2) {
       Values up(acc[1]);
       up.clear_padding(rows);
-      write_hidden(writer, tile, row, column, {gate.values, up.values}, result);
+      write_h(writer, tile, row, column, {gate.values, up.values}, result);
     } else {
-      write_hidden(writer, tile, row, column, {gate.values}, result);
+      write_h(writer, tile, row, column, {gate.values}, result);
     }
   }
 
-  // Like write_hidden(), for one subtile of interleaved columns, which `column` counts: every pair of accumulators is a
+  // Like write_h(), for one subtile of interleaved columns, which `column` counts: every pair of accumulators is a
   // gate and an up value. words: half a subtile of `a`.
   __device__ __forceinline__ void write_pairs(SubtileWriter& writer, const Tile& tile, int row, int column,
                                               const float* acc, const RowPair& rows, bool all_real,
                                               uint32_t* words) const {
     constexpr int kCount = Values::kCount / 2;
-    const Tile h_tile = hidden_tile(tile);
+    const Tile h_tile = tile_of_h(tile);
     const int32_t left = 2 * columns - h_tile.column - column;
     Values pairs(acc + column / 2);
     if (!all_real) pairs.clear_padding(rows);

@@ -32,7 +32,7 @@ struct WeightGradientEpilogue : NoPrefetch {
   CUtensorMap map;       // matrices of Element or float
   CUtensorMap partials;  // matrices of float
   int32_t columns;
-  bool d_w_is_float;  // float
+  bool d_w_is_float;  // `map` describes float32 matrices
   bool accumulates;   // add to d_w, which must be float
 
   __device__ void prefetch_maps() const {

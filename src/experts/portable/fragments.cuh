@@ -129,7 +129,7 @@ AB_INLINE uint32_t rounded_to_tf32(uint32_t bits) {
 template <class Shape>
 using Accumulators = float[Shape::kFragmentsDown][Shape::kFragmentsAcross][4];
 
-// Operands as the instructions read them: unchanged, rounded to TF32, or split in two.
+// Fragments of operands as the instructions read them: unchanged, rounded to TF32, or split in two.
 template <class Element, Precision kPrecision, int kRows, int kColumns>
 struct Operands {
   static constexpr bool kSplits = splits(sizeof(Element), kPrecision);

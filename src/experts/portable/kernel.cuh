@@ -1,6 +1,6 @@
-// Grouped GEMM on mma.sync (sm80 and newer). Persistent CTAs: two or three per SM with four warps each, or one with
-// eight warps. All warps copy k-blocks of both operands into a ring of stages (cp.async), several k-blocks ahead of the
-// one they multiply, then pass the accumulators to the epilogue through shared memory.
+// Grouped GEMM on mma.sync (sm80 and newer). CTAs are persistent: two or three per SM with four warps each, or one
+// with eight warps. All warps copy k-blocks of both operands into a ring of stages (cp.async), several k-blocks ahead
+// of the one they multiply, then pass the accumulators to the epilogue through shared memory.
 //
 //   shared memory
 //   main loop   [kStages] { A: kBytesA, B: kBytesB }             one barrier per k-block
@@ -249,7 +249,7 @@ class GroupedProduct {
 
 template <class P>
 __global__ void __launch_bounds__(P::Shape::kThreads, P::Shape::kBlocks)
-    grouped_product(const __grid_constant__ P product) {
+    grouped_gemm_mma(const __grid_constant__ P product) {
   GroupedProduct<P>(product, dynamic_shared_memory<SharedMemory<typename P::Shape>>()).run();
 }
 

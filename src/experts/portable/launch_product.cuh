@@ -26,17 +26,17 @@ int blocks_at_a_time() {
   return std::clamp(bytes / kSharedBytes<Shape>, 1, Shape::kBlocks);
 }
 
-// tiles: upper bound on their number.
+// tiles: upper bound on the number of tiles.
 template <class P>
 ab_status launch_product(const char* name, const P& product, int64_t tiles, int multiprocessors, cudaStream_t stream) {
   using Shape = typename P::Shape;
   const int64_t blocks = int64_t{multiprocessors} * blocks_at_a_time<Shape>();
-  return launch(name, grouped_product<P>,
+  return launch(name, grouped_gemm_mma<P>,
                 {std::min(tiles, blocks), Shape::kThreads, sizeof(SharedMemory<Shape>), stream, true}, product);
 }
 
-// Rows of `columns` elements; matrices of consecutive experts are `matrix` elements apart. second_part: the first
-// column of a second part, if it is not a multiple of kChunk.
+// Describes rows of `columns` elements, where the matrices of consecutive experts are `matrix` elements apart.
+// second_part: the first column of a second part, or 0. Copies are at most as wide as all of these are aligned.
 template <class Element>
 MatrixRows matrix_rows(const void* data, int64_t columns, int64_t matrix, int64_t second_part = 0) {
   constexpr int64_t kBytes = sizeof(Element);
@@ -52,7 +52,7 @@ MatrixRows matrix_rows(const void* data, int64_t columns, int64_t matrix, int64_
 
 constexpr int64_t tiles_of(int64_t size, int64_t tile) { return (size + tile - 1) / tile; }
 
-// A GEMM over the rows of groups, with operand B in either layout.
+// A GEMM over the rows of groups, with operand B in either orientation.
 template <class Element, Precision kPrecision, TileChoice kTile, Major kMajorB, class Epilogue>
 using RowsProductOf =
     Product<TileOf<Element, kPrecision, kTile>, Element, kPrecision, RowOperand, WeightOperand<kMajorB>, RowTiles,
@@ -68,7 +68,7 @@ ab_status launch_over_rows(const char* name, P& product, const Groups& groups, c
   product.map = map;
   product.tiles = {groups, static_cast<int32_t>(k), static_cast<int32_t>(column_tiles), skips_rest};
   product.tile_columns = tile_columns;
-  const int64_t tiles = most_row_tiles(groups.R, groups.E, P::Shape::kRows) * column_tiles;
+  const int64_t tiles = max_group_row_tiles(groups.R, groups.E, P::Shape::kRows) * column_tiles;
   return launch_product(name, product, tiles, multiprocessors, stream);
 }
 

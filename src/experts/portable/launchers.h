@@ -1,4 +1,4 @@
-// Kernel launchers, which products.cu chooses from. CMake (cmake/portable.cmake) generates one source file per group of
+// Kernel launchers, which products.cc chooses from. CMake (cmake/portable.cmake) generates one source file per group of
 // instantiations, so that kernels compile in parallel.
 #pragma once
 
@@ -14,7 +14,7 @@ ab_status launch_up(const Up& up, int multiprocessors, cudaStream_t stream);
 template <int32_t kDtype, Precision kPrecision, TileChoice kTile>
 ab_status launch_rows_product(const RowsProduct& product, int multiprocessors, cudaStream_t stream);
 template <int32_t kDtype, Precision kPrecision, TileChoice kTile>
-ab_status launch_hidden_gradient(const HiddenGradient& gradient, int multiprocessors, cudaStream_t stream);
+ab_status launch_intermediate_gradient(const IntermediateGradient& gradient, int multiprocessors, cudaStream_t stream);
 template <int32_t kDtype, Precision kPrecision, TileChoice kTile>
 ab_status launch_weight_gradient(const WeightGradient& gradient, const SegmentBounds& bounds, const SegmentList& list,
                                  int multiprocessors, cudaStream_t stream);

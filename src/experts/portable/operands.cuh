@@ -27,7 +27,7 @@ struct RowOperand {
   bool gathered = false;  // look up the source row of each assignment in the map
 };
 
-// A column in memory, and how many columns its part has from there on; 0 or less: out of bounds.
+// A column in memory, and the number of columns of its part from there on; 0 or less: out of bounds.
 struct ColumnPlace {
   int32_t column;
   int32_t left;

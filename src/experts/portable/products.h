@@ -5,7 +5,7 @@
 #include <cuda_runtime.h>
 
 #include "anabranch/types.h"
-#include "experts/cuda/ops/hidden_gradient.h"
+#include "experts/cuda/ops/intermediate_gradient.h"
 #include "experts/cuda/ops/rows_product.h"
 #include "experts/cuda/ops/up.h"
 #include "experts/cuda/ops/weight_gradient.h"
@@ -17,16 +17,16 @@ namespace anabranch::cuda::portable {
 // too.
 ab_status check(const Up& up);
 ab_status check(const RowsProduct& product);
-ab_status check(const HiddenGradient& gradient);
+ab_status check(const IntermediateGradient& gradient);
 ab_status check(const WeightGradient& gradient);
 
 // Number of column tiles, each with a partial sum of <da, a> per row.
-int64_t parts_of_dots(const HiddenGradient& gradient);
+int64_t num_dot_parts(const IntermediateGradient& gradient);
 
 // Enqueue the GEMM.
 ab_status launch_gemm(const Up& up, int multiprocessors, cudaStream_t stream);
 ab_status launch_gemm(const RowsProduct& product, int multiprocessors, cudaStream_t stream);
-ab_status launch_gemm(const HiddenGradient& gradient, int multiprocessors, cudaStream_t stream);
+ab_status launch_gemm(const IntermediateGradient& gradient, int multiprocessors, cudaStream_t stream);
 // workspace: weight_gradient_bytes() bytes.
 ab_status launch_gemm(const WeightGradient& gradient, void* workspace, int multiprocessors, cudaStream_t stream);
 

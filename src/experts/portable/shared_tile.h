@@ -1,8 +1,8 @@
-// Layouts: k-blocks of operands in shared memory, and matrices of an MMA among the lanes of a warp. Pure index
-// arithmetic that runs without a GPU.
+// Layouts of the k-blocks of operands in shared memory, and of the matrices of an MMA among the lanes of a warp. This
+// is pure index arithmetic, which runs without a GPU.
 //
-// An operand has sides (the M or N dimension: rows or columns of the result) and k, the contracted dimension. Shared
-// memory keeps the operand's major-ness in device memory:
+// An operand has sides (the M or N dimension: rows or columns of the result) and k, the contracted dimension. An
+// operand has the same major dimension in shared memory as in device memory:
 //
 //   Major::k    [side][64 bytes of k]     chunk c of side s is stored at chunk c ^ s / 2 % 4
 //   Major::mn   [k][128 sides]            chunk c of k is stored at chunk c ^ k % 8; 32-bit elements: c ^ k % 4 * 2

@@ -8,7 +8,7 @@
 
 namespace anabranch::cuda::portable {
 
-// Cycles per SM for one k of all sums of R rows in E groups.
+// Cycles per SM for one step of k of all sums of R rows in E groups.
 template <class Shape>
 double cycles_of(int64_t R, int64_t E, int64_t columns, int multiprocessors, int element_bytes, bool splits) {
   // Published A100 rates: multiply-adds per cycle for 16-bit elements and TF32. Split operands take three MMAs.
@@ -21,7 +21,8 @@ double cycles_of(int64_t R, int64_t E, int64_t columns, int multiprocessors, int
   const double load = (Shape::kRows + kTileColumns) * element_bytes / kCacheBytes;
   // On average, half a row tile per group is empty.
   const double row_tiles = static_cast<double>(R) / Shape::kRows + static_cast<double>(std::min(E, R)) / 2;
-  const double tiles = row_tiles * static_cast<double>((columns + kTileColumns - 1) / kTileColumns);
+  const int64_t column_tiles = (columns + kTileColumns - 1) / kTileColumns;
+  const double tiles = row_tiles * static_cast<double>(column_tiles);
   // With few tiles, an SM gets one tile or none.
   return std::max(tiles / multiprocessors, 1.0) * std::max(multiply + split, load);
 }

@@ -45,12 +45,13 @@ struct TileShape {
 // A warp computes 64 x 64, which needs half the shared-memory reads of four warps of 32 x 32. Three stages are the most
 // that two CTAs can have on the smallest SMs (100 KiB: compute capabilities 8.6, 8.9 and 12.0).
 using LargeTile = TileShape<128, 2, 2, 3, 2>;
-// For split operands: 32 x 64 per warp, limited by registers. Two CTAs of 64 x 128 would copy half as much again.
+// The tile for split operands: 32 x 64 per warp, limited by registers. Two CTAs of 64 x 128 would copy half as much
+// again.
 using SplitTile = TileShape<128, 4, 2, 5, 1>;
-// For groups with few rows, where reading weights dominates.
+// The tile for groups with few rows, where reading weights dominates.
 using SmallTile = TileShape<32, 1, 4, 4, 3>;
 
-// main: many rows per group. small: few.
+// main: many rows per group. small: few rows per group.
 enum class TileChoice { main, small };
 constexpr bool splits(size_t element_bytes, Precision precision) {
   return element_bytes == 4 && precision == Precision::highest;

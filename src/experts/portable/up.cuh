@@ -14,12 +14,12 @@ ab_status launch_up(const Up& up, int multiprocessors, cudaStream_t stream) {
   RowsProductOf<Element, kPrecision, kTile, kMajor, UpEpilogue<Element>> product;
   product.a.rows = matrix_rows<Element>(up.x.data, s.D, 0);
   product.a.gathered = up.map.by_slot;
-  const HiddenLayout hidden(s);
-  const bool in_parts = s.P == 2 && !hidden.interleaved;
+  const IntermediateRowLayout layout(s);
+  const bool in_parts = s.P == 2 && !layout.interleaved;
   product.b.rows = kMajor == Major::k ? matrix_rows<Element>(up.w_in.data, s.D, s.D * N)
                                       : matrix_rows<Element>(up.w_in.data, N, s.D * N, in_parts ? s.F : 0);
   product.b.columns = static_cast<int32_t>(in_parts ? s.F : N);
-  product.b.scale = hidden.interleaved ? 2 : 1;
+  product.b.scale = layout.interleaved ? 2 : 1;
   product.b.part_columns = in_parts ? kTileColumns / 2 : kTileColumns;
   product.b.part_step = static_cast<int32_t>(s.F);
   auto& out = product.epilogue;
@@ -28,7 +28,7 @@ ab_status launch_up(const Up& up, int multiprocessors, cudaStream_t stream) {
   out.bias = static_cast<const Element*>(up.b_in.data);
   product.weights = up.weights;
   out.activation = up.activation;
-  out.hidden = hidden;
+  out.layout = layout;
   out.aligned = are_aligned(out.a, s.F) && are_aligned(out.h, s.F) && are_aligned(out.bias, s.F);
   return launch_over_rows("up GEMM", product, groups_of(up.group_sizes, s.E, s.R), up.map, s.D, s.F,
                           kTileColumns / static_cast<int>(s.P), up.skips_rest, multiprocessors, stream);

@@ -11,9 +11,9 @@ struct WeightGradientEpilogue {
   float* partials;  // [partials, rows, columns]
   int32_t rows;
   int32_t columns;
-  bool d_w_is_float;  // d_w is float
-  bool accumulates;   // add to d_w, which must be float
-  bool aligned;       // d_w allows 16-byte accesses; partials do if columns % 4 == 0
+  bool d_w_is_float;
+  bool accumulates;  // add to d_w, which must be float
+  bool aligned;      // d_w allows 16-byte accesses; partials do if columns % 4 == 0
 
   template <class Staging>
   __device__ __forceinline__ void operator()(const StagedTile<Staging>& staged) const {

@@ -1,6 +1,6 @@
 // Finds the elements of a row that can be among its K largest: those at or above a lower bound that at least K elements
-// reach. The bound is the K-th largest of the maxima of `16 sets` interleaved parts of the row. It costs one comparison
-// per element, and passes only slightly more than K elements. Rows are padded with -inf. NaN is larger than everything
+// reach. The bound is the K-th largest of the maxima of 16 * sets interleaved parts of the row. It costs one comparison
+// per element, and only slightly more than K elements pass. Rows are padded with -inf. NaN is larger than everything
 // (score.h) and always passes. Internal linkage: *.isa.cc files include this header.
 #pragma once
 
@@ -20,7 +20,7 @@ inline int64_t bound_sets(int64_t k, int64_t blocks) {
   return blocks >= 2 * sets ? sets : 0;
 }
 
-// maxima[j] = the maximum of x[j], x[j + 16 sets], x[j + 2 16 sets], ...; -inf if there is no number.
+// maxima[j] = the maximum of x[j], x[j + n], x[j + 2 n], ... with n = 16 sets; -inf if all of these are NaN.
 inline void part_maxima(const float* x, int64_t blocks, int64_t sets, float* maxima) {
   for (int64_t set = 0; set < sets; ++set) {
     Floats top[kAccumulators];
@@ -57,7 +57,7 @@ inline void part_maxima(const float* x, int64_t blocks, int64_t sets, float* max
 #endif
 }
 
-// The bits of `vectors` vectors, up to 64 elements.
+// not_below() of `vectors` vectors, up to 64 elements.
 [[gnu::always_inline]] inline uint64_t word_not_below(float bound, const float* x, int64_t vectors) {
   uint64_t word = 0;
   for (int64_t i = 0; i < vectors; ++i) word |= not_below(bound, x + i * kFloats) << i * kFloats;

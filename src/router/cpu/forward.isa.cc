@@ -123,14 +123,15 @@ class Tile {
   // Keys are written in batches; the last batch may exceed the end.
   static constexpr int64_t kKeysAtOnce = 8;
 
-  // The number of tokens whose bins are stored, and of experts that are counted together: their counts stay in L1.
+  // The number of tokens whose bins are stored, and the number of experts that are counted at a time, whose counts stay
+  // in L1.
   static constexpr int64_t kPlacedTokens = 128;
   static constexpr int64_t kRowsAtOnce = 8;
 
   int64_t blocks() const { return row_blocks(op_.E); }
   int64_t key_row_length() const { return round_up(count_, length_) + kKeysAtOnce; }
   bool balances() const { return op_.qb_histogram != nullptr; }
-  // The row of scores of a lane. Quantile balancing saves the rows of all lanes, up to the factor factors_[lane].
+  // The row of scores of a lane, up to the factor factors_[lane]. Quantile balancing saves the rows of all lanes.
   float* scores(int lane) { return s_ + (balances() ? lane * blocks() * kRowPad : 0); }
   bool selects() const { return op_.needs_selection && !op_.forced; }
   // Whether the bound comes from the logits: the maxima of their parts then also yield the maximum of the row.
@@ -171,9 +172,9 @@ class Tile {
     float* q = q_ + lane * blocks() * kRowPad;
 
     if (needs_softmax(score_sum)) {
-      const bool keeps_powers = is_softmax && (auxiliary || by_score);
-      softmax_.sum[lane] = keeps_powers ? softmax_row(z, blocks(), softmax_.shift[lane], s)
-                                        : softmax_sum(z, blocks(), softmax_.shift[lane]);
+      const bool saves_exponentials = is_softmax && (auxiliary || by_score);
+      softmax_.sum[lane] = saves_exponentials ? softmax_row(z, blocks(), softmax_.shift[lane], s)
+                                              : softmax_sum(z, blocks(), softmax_.shift[lane]);
       softmax_.factor[lane] = 1.0f / softmax_.sum[lane];
       softmax_.nan_or_zero[lane] = softmax_.sum[lane] - softmax_.sum[lane];  // NaN if the sum is NaN or infinite
     } else if (is_softmax && op_.needs_weights) {
@@ -227,7 +228,7 @@ class Tile {
     for (int lane = 0; lane < kLanes; lane += kKeyLanes) select_by_keys(lane);
   }
 
-  // Selects for kKeyLanes lanes.
+  // Selects the experts of kKeyLanes lanes by their keys.
   void select_by_keys(int first_lane) {
     bool some = false;
     for (int lane = first_lane; lane < first_lane + kKeyLanes; ++lane) some |= unmasked_[lane];
@@ -479,9 +480,9 @@ class Tile {
   int64_t sets_;              // number of sets of parts that determine the bound (candidates.h)
   int64_t group_vectors_;     // elements per group, rounded up to whole chunks of a list
   int64_t all_groups_;        // groups, rounded up to whole chunks of a list
-  int length_;                // of the lists of ranked experts
-  int group_length_;          // of the lists of a group's group_score_topk best elements
-  int selected_length_;       // of the lists of the group_topk best groups
+  int length_;                // length of the lists of ranked experts
+  int group_length_;          // length of the lists of a group's group_score_topk best elements
+  int selected_length_;       // length of the lists of the group_topk best groups
   size_t size_;
 
   float* bias_;         // [E], or null
@@ -494,7 +495,7 @@ class Tile {
   int32_t* all_;        // [count]: 0, 1, ...
   int32_t* places_;     // [count]: the index of the selected group of a position
   int32_t* positions_;  // positions of a lane's elements at or above its bound
-  float* values_;       // and their ranking values
+  float* values_;       // the ranking values at these positions
   double* keys_;        // [kKeyLanes] rows of selection keys
   double* key_lanes_;   // [vectors][kKeyLanes]
   double* key_list_;    // [length][kKeyLanes]

@@ -90,9 +90,9 @@ inline bool row_has_nan_or_inf(const float* x, int64_t blocks) {
 inline bool row_has_nan(const float* x, int64_t blocks) {
   return reduce(
              blocks, 0.0f,
-             [x](Floats& found, int64_t e) {
+             [x](Floats& nans, int64_t e) {
                const Floats v = load_floats(x + e);
-               found = v == v ? found : 1.0f - Floats{};
+               nans = v == v ? nans : 1.0f - Floats{};
              },
              [](float a, float b) { return a + b; }) != 0.0f;
 }

@@ -16,7 +16,7 @@ namespace {
 // +inf, else 0.
 struct LaneSoftmax {
   float shift[kLanes] = {};
-  float sum[kLanes] = {};  // of exp(z - shift)
+  float sum[kLanes] = {};  // sum of exp(z - shift)
   float factor[kLanes] = {};
   float nan_or_zero[kLanes] = {};
 };

@@ -225,7 +225,7 @@ inline int64_t whole_chunks(int64_t count, int length) {
   return count - remainder + last;
 }
 
-// The length of a list for a top k.
+// The length of a list that holds the top k.
 inline int list_length(int64_t k) {
   int length = 1;
   while (length < k) length *= 2;

@@ -1,5 +1,5 @@
 // ab_cuda_router_backward: launches a variant of `route_backward` (route_backward.cuh), which holds rows in registers,
-// or the generic kernel if no variant fits (backward_wide.cu).
+// or the generic kernel if no variant fits (backward_many_experts.cu).
 
 #include "anabranch/cuda.h"
 #include "core/entry.h"
@@ -25,8 +25,8 @@ constexpr KernelsBySize<BackwardCall> by_size() {
           route_backward<kScores, 4, kLanes, kItems, kSlots, kReadsRows>};
 }
 
-// If no rows are read, the kernel tests for softmax at run time, which costs 1%; with one lane per token it would cost
-// 12%.
+// A kernel that reads no rows tests for softmax at run time, which costs 1%. With one lane per token it would cost 12%,
+// so these kernels are specialised.
 template <Scores kScores, int kLanes, int kItems, int kSlots>
 constexpr Variant variant() {
   constexpr Scores kSlotScores = kLanes == 1 ? kScores : Scores::any;
@@ -36,9 +36,8 @@ constexpr Variant variant() {
           {by_size<kSlotScores, kLanes, kItems, kSlots, false>(), by_size<kScores, kLanes, kItems, kSlots, true>()}};
 }
 
-// The first variant that is wide enough and has enough slots is used: from kVariants for many tokens, from kFewTokens
-// if one warp per token does not fill the device. Four slots per lane beside 32 items would spill registers, except for
-// softmax.
+// The first variant that has enough items and slots is used: from kVariants for many tokens, from kFewTokens if one
+// warp per token does not fill the device. Four slots and 32 items per lane would spill registers, except for softmax.
 template <Scores kScores>
 constexpr Variant kFewTokens[] = {variant<kScores, 32, 8, 1>(), variant<kScores, 32, 32, 1>(),
                                   variant<kScores, 32, 32, 2>()};
@@ -114,7 +113,7 @@ using namespace anabranch;
 
 namespace {
 
-// For the converted selection, if it is not given as int32 indices.
+// Bytes for the converted selection, if it is not given as int32 indices.
 size_t backward_workspace(const RouterBackward& op) {
   const bool converts = op.selection.data != nullptr && op.experts == nullptr;
   return converts ? static_cast<size_t>(op.T) * static_cast<size_t>(op.K) * sizeof(int32_t) : 0;

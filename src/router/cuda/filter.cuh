@@ -1,11 +1,11 @@
-// Selects the K best of a row of experts, held in the registers of kLanes adjacent lanes, by a filter.
+// Selects the K best of a row of experts, held in the registers of kLanes adjacent lanes, by a filter in three steps.
 //
 // 1. Values q are rounded to bfloat16, two per word, and divided into chunks. The kList-th largest of the chunk maxima
-// is a threshold that at least kList >= K values reach. Rounding is monotonic, so these include the K best. 2. The few
-// experts that reach the threshold, the candidates, are written to shared memory in ascending order. 3. Candidates are
-// sorted exactly by q, with 32-bit keys. 2-byte values leave enough bits for the expert, so that the lower expert wins
-// a tie. For 4-byte values the low bits hold the position in the list, and the others the high bits of q or its
-// distance from the threshold; a pair in the wrong order because of missing bits is detected and reported.
+// is a threshold that at least kList >= K values reach. Rounding is monotonic, so these include the K best.
+// 2. The few experts that reach the threshold, the candidates, are written to shared memory in ascending order.
+// 3. Candidates are sorted by q, with 32-bit keys. 2-byte values leave enough bits for the expert, so that the lower
+// expert wins a tie. For 4-byte values the low bits hold the position in the list, and the others the high bits of q
+// or its distance from the threshold; a pair in the wrong order because of missing bits is detected and reported.
 //
 // Rows with NaN and rows with too many candidates (many equal values) are reported, too; select.cuh handles them.
 #pragma once
@@ -45,8 +45,8 @@ template <int kLanes, int kItems, int kList, int kFineness = 1>
 struct Filter {
   using Mask = std::conditional_t<(kItems > 32), uint64_t, uint32_t>;  // one bit per item
   static constexpr int kWords = kItems / 2;
-  // Words of a lane's chunks: 4 chunks of the row per list entry, if the row has that many. At most kList of their
-  // maxima can matter.
+  // A lane divides its words into kChunks groups. Each group is two chunks of the row, one per half of the words. The
+  // target is 4 kFineness chunks of the row per list entry. At most kList of the maxima can matter.
   static constexpr int kTargetChunks = 2 * kFineness * kList / kLanes > 1 ? 2 * kFineness * kList / kLanes : 1;
   static constexpr int kChunks = std::min({kTargetChunks, std::max(kList, 8), power_of_two_below(kWords)});
   static constexpr int kMaxima = std::min(kChunks, kList);
@@ -121,7 +121,7 @@ struct Filter {
            1;
   }
 
-  // Bit i is set if is_in(word) is set in the half of item i.
+  // Bit i is set if the half of is_in(word) that belongs to item i is set.
   template <class IsIn>
   __device__ __forceinline__ Mask bits_where(const IsIn& is_in) const {
     uint32_t bits[2] = {};  // for words 0 to 15 and for words from 16 on, in the bit order of a word
@@ -183,9 +183,10 @@ struct Filter {
   // Sorts candidates by any q. Returns whether adjacent entries may be in the wrong order. min_q: no candidate is below
   // it by more than 2^15 units in the last place. values: scratch memory for kCandidates floats.
   template <class GetValue>
-  static __device__ __forceinline__ bool sort_nearly(const SharedArray<uint16_t>& list, unsigned count, unsigned lane,
-                                                     float min_q, const SharedArray<float>& values,
-                                                     const GetValue& get_value, const SharedArray<int32_t>& experts) {
+  static __device__ __forceinline__ bool sort_approximately(const SharedArray<uint16_t>& list, unsigned count,
+                                                            unsigned lane, float min_q,
+                                                            const SharedArray<float>& values, const GetValue& get_value,
+                                                            const SharedArray<int32_t>& experts) {
     constexpr uint32_t kPlace = kCandidates - 1;
     constexpr uint32_t kMaxDistance = kAllLanes / kCandidates;
     uint32_t keys[kOwn];

@@ -1,6 +1,6 @@
 // ab_cuda_router_forward: selects and launches a variant of `route` (route.cuh), which reads the logits once; or
-// route_generic (forward_wide.cuh), which reads them 3 to 5 times, if no variant fits the shape. Quantile balancing
-// reads them once more (quantile.cu).
+// route_generic (forward_many_experts.cuh), which reads them 3 to 5 times, if no variant fits the shape. Quantile
+// balancing reads them once more (quantile.cu).
 #include <algorithm>
 
 #include "anabranch/cuda.h"
@@ -8,14 +8,14 @@
 #include "core/tensor.h"
 #include "router/check.h"
 #include "router/cuda/forward.cuh"
-#include "router/cuda/forward_wide.cuh"
+#include "router/cuda/forward_many_experts.cuh"
 #include "router/cuda/outputs.cuh"
 #include "router/cuda/quantile.cuh"
 
 namespace anabranch::cuda {
 namespace {
 
-// ranks: number of experts per token that the selection sorts; candidates: number that it collects (filter.cuh).
+// ranks: experts per token that the selection sorts. candidates: experts per token that it collects (filter.cuh).
 SharedLayout lay_out_shared(const RouterForward& op, int lanes, int items, int row_bytes, int ranks, int candidates,
                             int warps) {
   SharedLayout s;
@@ -58,7 +58,7 @@ int num_warps(const RouterForward& op, int tokens) {
   return statistics && needs_max_warps ? kMaxWarps : kFewWarps;
 }
 
-// The kernel for a call; none if route_generic must handle it.
+// The kernel for a call; no kernel if route_generic must handle it.
 struct Choice {
   RouteVariant::Kernels kernels;
   bool always_exact = false;  // no kernel supports such groups: all tokens take the exact path
@@ -110,7 +110,7 @@ Choice choose(const RouterForward& op, const Selection& selection) {
 // The launch parameters of a checked call.
 struct RouteLaunch {
   RouteCall call{};
-  RouteVariant::Kernels kernels;  // none: route_generic
+  RouteVariant::Kernels kernels;  // empty: route_generic
   int warps = kMaxWarps;
 };
 
@@ -210,7 +210,8 @@ ab_status ab_cuda_router_forward(const ab_router_forward_args* args, const ab_ex
   }
   AB_RETURN_IF_ERROR(cuda::launch("router forward", kernel, shape, route.call));
   if (op.qb_histogram != nullptr) AB_RETURN_IF_ERROR(cuda::launch_count_thresholds(op, route.call.scales, stream));
-  return cuda::add_partials(route.call.tiles, op.E, route.call.partials, op.tokens_per_expert, op.score_sum, stream);
+  return cuda::add_block_statistics(route.call.tiles, op.E, route.call.partials, op.tokens_per_expert, op.score_sum,
+                                    stream);
 }
 
 }  // extern "C"

@@ -1,13 +1,13 @@
 // The variants of the forward kernel `route` (route.cuh), which holds rows in registers. The table shows the benefit of
-// each axis: how much longer calls take without it (one H200, bfloat16, T = 65536 unless noted).
+// each axis: the time of a call without it (one H200, bfloat16, T = 65536 unless noted).
 //
-//   axis                                     without it
-//   Mode: with and without a bias            calls without a bias 1.2 to 2 times as long
-//   width: 8 lanes of 48 experts             39 to 54% at E = 384
-//   list: 16                                 24 to 51% at K = 10 and 16
-//   kernels for few tokens                   T = 64: 9 to 31% above 256 experts, 1.2 to 5 times as long below
-//   size of a logit, softmax                 2 to 6%
-//   size of a logit, other score functions   3%; 1.6% with a bias: these read the size at run time
+//   axis                                     time without it
+//   Mode: with and without a bias            calls without a bias take 1.2 to 2 times as long
+//   width: 8 lanes of 48 experts             39 to 54% longer at E = 384
+//   list: 16                                 24 to 51% longer at K = 10 and 16
+//   kernels for few tokens                   T = 64: 9 to 31% longer above 256 experts, 1.2 to 5 times as long below
+//   size of a logit, softmax                 2 to 6% longer
+//   size of a logit, other score functions   3% longer, 1.6% with a bias; these kernels read the size at run time
 //
 // Other widths, the lists of 4, 32 and 64 and grouped kernels were not measured separately.
 #pragma once
@@ -26,9 +26,9 @@ struct RouteVariant {
 
   int lanes;
   int items;
-  Kernels kernels[kLists];  // nullptr: none
+  Kernels kernels[kLists];  // nullptr: no kernel
   int candidates[kLists];   // per token, 0 if lanes == 1
-  Kernels grouped;          // K <= list(kGrouped), groups of whole numbers of lanes; nullptr: none
+  Kernels grouped;          // K <= list(kGrouped), groups of whole numbers of lanes; nullptr: no kernel
 };
 
 // Variants in ascending order of width: for many tokens, and for few, where one warp per token does not fill the

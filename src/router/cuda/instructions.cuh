@@ -7,15 +7,16 @@
 
 namespace anabranch::cuda {
 
-// min(a, b) if `smaller`, else max(a, b). Two instructions in assembly, because the compiler would insert moves.
-__device__ __forceinline__ uint32_t choose_of(uint32_t a, uint32_t b, bool smaller) {
+// min(a, b) if `smaller`, else max(a, b). These are two instructions in assembly, because the compiler would insert
+// moves.
+__device__ __forceinline__ uint32_t min_or_max(uint32_t a, uint32_t b, bool smaller) {
   uint32_t chosen;
   asm("{.reg .pred p; setp.ne.u32 p, %3, 0; max.u32 %0, %1, %2; @p min.u32 %0, %1, %2;}"
       : "=&r"(chosen)
       : "r"(a), "r"(b), "r"(static_cast<uint32_t>(smaller)));
   return chosen;
 }
-__device__ __forceinline__ __nv_bfloat162 choose_of(__nv_bfloat162 a, __nv_bfloat162 b, bool smaller) {
+__device__ __forceinline__ __nv_bfloat162 min_or_max(__nv_bfloat162 a, __nv_bfloat162 b, bool smaller) {
   uint32_t chosen;
   asm("{.reg .pred p; setp.ne.u32 p, %3, 0; max.bf16x2 %0, %1, %2; @p min.bf16x2 %0, %1, %2;}"
       : "=&r"(chosen)
@@ -25,7 +26,7 @@ __device__ __forceinline__ __nv_bfloat162 choose_of(__nv_bfloat162 a, __nv_bfloa
 }
 
 // tanh by the special function unit, with a relative error of at most 2^-11.
-__device__ __forceinline__ float rough_tanh(float x) {
+__device__ __forceinline__ float approx_tanh(float x) {
   float tanh;
   asm("tanh.approx.f32 %0, %1;" : "=f"(tanh) : "f"(x));
   return tanh;

@@ -9,8 +9,8 @@
 
 namespace anabranch::cuda {
 
-// Whether the target architecture uses the instance for kSize (2, 4, or 0: any size); the other instances contain no
-// code. An emulated GPU counts as an old one.
+// Whether the target architecture uses the instance for kSize (2, 4, or 0: any size). The other instances contain no
+// code. The emulator counts as an old device.
 template <int kSize>
 __device__ constexpr bool has_logit_size() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
@@ -31,7 +31,7 @@ struct KernelsBySize {
   Kernel four_bytes = nullptr;
 };
 
-// The instance for logits of `size` bytes in the code for the current device.
+// Chooses the instance for logits of `size` bytes that has code for the current device.
 template <class Call>
 ab_status choose_by_size(const char* name, const KernelsBySize<Call>& kernels, size_t size, void (**chosen)(Call)) {
   cudaFuncAttributes attributes{};

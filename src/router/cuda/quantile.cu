@@ -39,7 +39,7 @@ struct QuantileCall {
   int experts;            // per block, a power of two
   int slices;             // number of groups of `experts` experts
   int64_t tokens;         // per block
-  unsigned row_bytes;     // of a row of logits
+  unsigned row_bytes;     // bytes of a row of logits
   int counts;             // number of counts in shared memory, whole tiles
   bool rows_are_aligned;  // the items of a lane are aligned to their total size
 };
@@ -84,7 +84,7 @@ struct Items {
     }
     __builtin_memcpy(words, all, kLaneBytes);
   }
-  // Item i of the result is item i ^ turn.
+  // z[i] = item i ^ turn.
   __device__ __forceinline__ void permuted(unsigned turn, float (&z)[kCount]) const {
     const bool swapped = (turn & (kCount / 2)) != 0;
     const uint32_t ordered[] = {swapped ? words[1] : words[0], swapped ? words[0] : words[1]};

@@ -28,7 +28,7 @@ namespace anabranch::cuda {
 //   softmax      logits; scores are the softmax
 //   elementwise  logits; scores are another function
 //   biased       biased scores of any score function
-//   balanced     as biased, and the threshold of each token is written
+//   balanced     like biased; also writes the threshold of each token
 enum class Mode { softmax, elementwise, biased, balanced };
 
 namespace {
@@ -45,10 +45,10 @@ __device__ __forceinline__ void score_items(int32_t score_function, float (&z)[k
   }
 }
 
-// sigmoid by one instruction of the special function unit, with an error of at most kApproxError: tanh has a relative
-// error of 2^-11.
+// sigmoid by one instruction of the special function unit, tanh, whose relative error is 2^-11. The error of the
+// sigmoid is at most kApproxError.
 constexpr float kApproxError = 0x1.02p-12f;
-__device__ __forceinline__ float approx_sigmoid(float z) { return fmaf(rough_tanh(0.5f * z), 0.5f, 0.5f); }
+__device__ __forceinline__ float approx_sigmoid(float z) { return fmaf(approx_tanh(0.5f * z), 0.5f, 0.5f); }
 
 template <int kItems>
 __device__ __forceinline__ float sum_items(const float (&items)[kItems]) {
@@ -91,7 +91,7 @@ struct RowRouter {
   static constexpr bool kBalanced = kMode == Mode::balanced;
   static constexpr bool kBiased = kMode == Mode::biased || kBalanced;
   static constexpr bool kOneLane = kLanes == 1;
-  // Chunks are as fine as those of a list of 16. Otherwise the candidates of short lists overflow for some tokens in
+  // Chunks are as fine as those of a list of 16. Otherwise the candidates of short lists overflow for a few tokens in
   // 10^5, and each such token delays its block. For lists of 8 on four lanes finer chunks cost as much as they save.
   static constexpr bool kCoarse = kLanes == 4 && kList == 8 && !kGrouped && !kBalanced;
   static constexpr int kFineness = kList < 16 && !kCoarse ? 16 / kList : 1;
@@ -147,8 +147,8 @@ struct RowRouter {
         outputs{op, SharedArray<int32_t>(memory + call.shared.experts), SharedArray<float>(memory + call.shared.values),
                 0, memory + call.shared.map} {}
 
-  // Whether the filter may use values with an error of kApproxError: only if just the scores of selected experts are
-  // requested. The candidates of a list of 8 would overflow for too many tokens.
+  // Whether the filter may use values with an error of kApproxError. This requires that only the scores of selected
+  // experts are requested. With a list of 8 the candidates would overflow for too many tokens.
   __device__ __forceinline__ bool is_approx() const {
     return kBiased && !kGrouped && kList > 8 && op.score_function == AB_SIGMOID && !auxiliary;
   }
@@ -352,7 +352,7 @@ struct RowRouter {
       F::sort_exactly(list, listed, lane, get_q, selected());
     } else {
       const float least = __low2float(threshold) - (is_approx() ? 2.0f * kApproxError : 0.0f);
-      undecided |= F::sort_nearly(list, listed, lane, least, values, get_q, selected());
+      undecided |= F::sort_approximately(list, listed, lane, least, values, get_q, selected());
     }
     return undecided;
   }

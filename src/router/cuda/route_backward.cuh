@@ -141,24 +141,25 @@ struct RowGradients {
   }
   __device__ __forceinline__ void load_own_cotangents(const Token& info) const {
     if (!has_aux) return;
-    __syncwarp();  // the previous round's have been read
+    __syncwarp();  // the cotangents of the previous round have been read
 #pragma unroll 1
     for (unsigned place = lane_index(); place < kTokens * kLanes * kItems; place += kWarp) {
       const unsigned row = place / (kLanes * kItems);
       const unsigned e = place % (kLanes * kItems);
-      const bool there = row < info.count && e < E;
-      own_cotangents().set(row * kLanes * kStride + cotangent_place(e),
-                           there ? cuda::load(op.d_aux_scores, static_cast<int64_t>(info.first + row) * E + e) : 0.0f);
+      const bool in_bounds = row < info.count && e < E;
+      own_cotangents().set(
+          row * kLanes * kStride + cotangent_place(e),
+          in_bounds ? cuda::load(op.d_aux_scores, static_cast<int64_t>(info.first + row) * E + e) : 0.0f);
     }
   }
 
   // The experts of the slots of token t, -1 for none.
-  __device__ __forceinline__ void fetch_experts(unsigned t, bool there, int32_t (&experts)[kSlots]) const {
+  __device__ __forceinline__ void fetch_experts(unsigned t, bool in_bounds, int32_t (&experts)[kSlots]) const {
 #pragma unroll
     for (unsigned s = 0; s < kSlots; ++s) {
       const unsigned k = lane + s * kLanes;
       experts[s] = -1;
-      if (op.weighted && k < K && there) experts[s] = op.experts[size_t{t} * K + k];
+      if (op.weighted && k < K && in_bounds) experts[s] = op.experts[size_t{t} * K + k];
     }
   }
 
@@ -317,7 +318,7 @@ struct RowGradients {
       if (unmasked && expert < E) z[i] += through_softmax(row, row.softmax.power(rows.logit(token, expert)), 0.0f);
     }
   }
-  // The terms above for one expert with logit z.
+  // Returns the sum of the terms above for one expert with logit z.
   __device__ __forceinline__ float expert_gradient(const RowSums& row, unsigned expert, float z) const {
     const float g = op.auxiliary ? cotangents()[cotangent_place(expert)] : 0.0f;
     float d = 0.0f;
@@ -450,7 +451,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_per_sm(kScores, kSize, k
     if (from < block_tokens) {
       to.start(logits, min(block_tokens - from, kTokens));
     } else {
-      end_copy_group();  // empty, because groups are counted
+      end_copy_group();  // an empty group, because groups are counted
     }
     logits += step * row_bytes;
   };

@@ -72,7 +72,7 @@ __device__ __forceinline__ void for_own_slots(const Slots& slots, int lane, cons
   }
 }
 
-// weigh_slots for any number of slots, in memory. Returns the divisor of the weights.
+// Like weigh_slots, for any number of slots in memory. Returns the divisor of the weights.
 template <int kLanes>
 __device__ __forceinline__ float score_slots(int32_t score_function, bool normalize, const RowSoftmax& softmax,
                                              float nan_or_zero, const Slots& slots, int lane) {

@@ -85,8 +85,8 @@ static __device__ __noinline__ void order_experts(const RouterForward& op, const
     for (int i = 0; i < kAtOnce; ++i) {
       const int e = first + i * kWarp;
       if (e >= E) break;
-      const bool kept = groups == nullptr || groups[e / group_size] == 0;
-      keys[e] = kept ? ordered_bits(by_score ? biased_score(op, softmax, z[i], bias[i]) : z[i]) : 0u;
+      const bool selectable = groups == nullptr || groups[e / group_size] == 0;
+      keys[e] = selectable ? ordered_bits(by_score ? biased_score(op, softmax, z[i], bias[i]) : z[i]) : 0u;
     }
   }
   __syncwarp();
@@ -147,7 +147,7 @@ static __device__ __noinline__ void select_exactly(const RouterForward& op, cons
     __syncwarp();
     // Extract the selected groups: their keys become 0.
 #pragma unroll 1
-    for (int kept = 0; kept < op.group_topk; ++kept) extract_largest(scratch.groups, 0, op.num_groups, &value);
+    for (int n = 0; n < op.group_topk; ++n) extract_largest(scratch.groups, 0, op.num_groups, &value);
     __syncwarp();
   }
   order_experts(op, softmax, t, selection.by_score, op.num_groups > 0 ? scratch.groups : nullptr, scratch.keys);

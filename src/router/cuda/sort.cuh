@@ -94,7 +94,8 @@ __device__ __forceinline__ void sorted_topk(const MakeKey& make_key, Key (&list)
 #pragma unroll
       for (int i = 0; i < kList; ++i) list[i] = chunk[i];
     } else {
-      // The larger of each pair from opposite ends are the kList largest of both, and form a bitonic sequence.
+      // The larger elements of the pairs from opposite ends are the kList largest of both lists, and form a bitonic
+      // sequence.
 #pragma unroll
       for (int i = 0; i < kList; ++i) list[i] = max_key(list[i], chunk[kList - 1 - i]);
       sort_bitonic(list);
@@ -113,7 +114,7 @@ __device__ __forceinline__ void merge_step(Key (&keys)[n], unsigned lane) {
     for (int i = 0; i < n; ++i) others[i] = __shfl_xor_sync(kAllLanes, keys[mirrored ? n - 1 - i : i], kOther);
 #pragma unroll
     for (int i = 0; i < n; ++i) {
-      keys[i] = choose_of(keys[i], others[i], smaller);
+      keys[i] = min_or_max(keys[i], others[i], smaller);
     }
   } else {
 #pragma unroll

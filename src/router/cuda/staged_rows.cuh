@@ -44,7 +44,7 @@ class StagedRows {
         is_vector_(aligned && E * element_size() % kChunk == 0) {}
 
   __device__ __forceinline__ unsigned address() const { return address_; }
-  // Rows of the same form at another address.
+  // Returns rows of this form at another address.
   __device__ __forceinline__ StagedRows at(unsigned address) const {
     StagedRows rows = *this;
     rows.address_ = address;
@@ -59,7 +59,8 @@ class StagedRows {
     const unsigned lane = lane_index();
     if (is_full_ && count == kWarp / kLanes) {
       from += lane * kChunk;
-      const unsigned place = address_ + (lane ^ lane / 8) * kChunk;  // of chunk `lane`; odd iterations flip one bit
+      const unsigned place =
+          address_ + (lane ^ lane / 8) * kChunk;  // address of chunk `lane`; odd iterations flip a bit
       for_lane_chunks([&](unsigned i) {
         copy_async_16((place ^ i % 2 * 4 * kChunk) + i * kWarp * kChunk, from + i * kWarp * kChunk);
       });
@@ -242,7 +243,7 @@ class StagedRows {
 
   unsigned address_;  // a multiple of 128
   unsigned E_;
-  bool is_float32_;  // used if kSize is 0
+  bool is_float32_;  // read only if kSize is 0
   bool is_half_;
   bool is_full_;    // rows fill their space and are whole chunks in global memory
   bool is_vector_;  // rows are whole chunks in global memory

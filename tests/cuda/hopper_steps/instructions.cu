@@ -14,7 +14,7 @@ namespace {
 using namespace anabranch::cuda;
 using namespace anabranch::cuda::hopper;
 
-// Index of element (i, k) of an operand in its panels, in 16-bit words. `major` gives the operand's orientation.
+// Index of element (i, k) of an operand in its panels, in 16-bit words. `major` is the operand's orientation.
 __host__ __device__ int word_of(Major major, int i, int k) {
   const int row = major == Major::k ? i % kPanel : k;
   const int column = major == Major::k ? k : i % kPanel;

@@ -26,7 +26,7 @@ constexpr Step kSteps[] = {
     {"tiles of groups", tiles_of_groups},
     {"sequences of GEMMs", sequences_of_gemms},
 };
-constexpr int kMostSeconds = 120;  // per step
+constexpr int kMaxSeconds = 120;  // per step
 constexpr int kCount = static_cast<int>(std::size(kSteps));
 
 constexpr int kSkipped = 77;
@@ -46,8 +46,8 @@ int run_in_process(char* program, int step) {
   if (posix_spawn(&child, "/proc/self/exe", nullptr, nullptr, arguments, environ) != 0) return 1;
   int state = 0;
   for (int seconds = 0; waitpid(child, &state, WNOHANG) == 0; ++seconds) {
-    if (seconds == kMostSeconds) {
-      std::printf("  STILL RUNNING after %d s: ended\n", kMostSeconds);
+    if (seconds == kMaxSeconds) {
+      std::printf("  STILL RUNNING after %d s: ended\n", kMaxSeconds);
       kill(child, SIGKILL);
     }
     sleep(1);

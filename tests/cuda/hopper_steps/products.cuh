@@ -80,7 +80,7 @@ ab_status multiply(const Operands<Element>& operands, uint16_t* y = nullptr, boo
     AB_RETURN_IF_ERROR(prepare_rows<Shape::kRows>("x", {const_cast<void*>(p.x), p.dtype}, p.map, p.D, &product.a));
   }
   AB_RETURN_IF_ERROR((prepare_rows_product<Shape, Element, A, kMajorB, RowsEpilogue<Element>>(p, &product)));
-  return launch_product("grouped product", product, most_tiles(p, product), multiprocessors(), nullptr, overlaps);
+  return launch_product("grouped GEMM", product, max_tiles(p, product), multiprocessors(), nullptr, overlaps);
 }
 
 // Computes want[r, n] in float64, and the sum of the magnitudes of its terms. One thread per element.

@@ -16,7 +16,7 @@ constexpr int kColumns = 192;
 
 // Launch with one warp per CTA and kBlocks CTAs per cluster. tiles[i * kBlocks + b] is the i-th tile of CTA b.
 template <int kBlocks>
-__global__ void list_tiles(RowTiles row_tiles, Tile* tiles, int most, int* count) {
+__global__ void list_tiles(RowTiles row_tiles, Tile* tiles, int max_count, int* count) {
   RowTileScheduler<kRows, kColumns, kBlocks> scheduler(row_tiles);
   const auto block = static_cast<int>(blockIdx.x) % kBlocks;
   for (int n = 0;; ++n) {
@@ -25,7 +25,7 @@ __global__ void list_tiles(RowTiles row_tiles, Tile* tiles, int most, int* count
     if (lane_index() != 0) continue;
     const int index = static_cast<int>(blockIdx.x) + n * static_cast<int>(gridDim.x);
     if (index / kBlocks * kBlocks + block != index) __trap();
-    if (index < most) tiles[index] = tile;
+    if (index < max_count) tiles[index] = tile;
     atomicAdd(count, 1);
   }
 }
@@ -34,17 +34,17 @@ template <int kBlocks>
 int check_tiles(const char* name, const std::vector<int32_t>& sizes, int R, int N, int k, int clusters) {
   const int E = static_cast<int>(sizes.size());
   const int column_tiles = (N + kColumns - 1) / kColumns;
-  const auto most = static_cast<int>(most_row_tiles(R, E, kRows) * column_tiles * kBlocks);
+  const auto max_count = static_cast<int>(max_group_row_tiles(R, E, kRows) * column_tiles * kBlocks);
   const DeviceArray<int32_t> device_sizes(sizes);
-  const DeviceArray<Tile> tiles(most);
+  const DeviceArray<Tile> tiles(max_count);
   const DeviceArray<int> count(std::vector<int>{0});
   const auto blocks = static_cast<unsigned>(clusters * kBlocks);
   list_tiles<kBlocks>
-      <<<blocks, kWarp>>>({{device_sizes.data(), E, R}, k, column_tiles}, tiles.data(), most, count.data());
+      <<<blocks, kWarp>>>({{device_sizes.data(), E, R}, k, column_tiles}, tiles.data(), max_count, count.data());
   STEP_CUDA(cudaGetLastError());
   int failures = 0;
   const std::vector<Tile> got = tiles.fetch(&failures);
-  const int found = count.fetch(&failures)[0];
+  const int listed = count.fetch(&failures)[0];
 
   // Maps (row, column) to (expert, end of the group).
   std::map<std::pair<int, int>, std::pair<int, int>> want;
@@ -59,8 +59,8 @@ int check_tiles(const char* name, const std::vector<int32_t>& sizes, int R, int 
     begin = end;
   }
   Comparison comparison(name);
-  comparison.check(found <= most && found % kBlocks == 0, -1, -1, found, most);
-  for (int i = 0; i < std::min(found, most); ++i) {
+  comparison.check(listed <= max_count && listed % kBlocks == 0, -1, -1, listed, max_count);
+  for (int i = 0; i < std::min(listed, max_count); ++i) {
     const Tile& tile = got[static_cast<size_t>(i)];
     const Tile& first = got[static_cast<size_t>(i / kBlocks * kBlocks)];
     comparison.same(i, 4, tile.multicasts_b, first.multicasts_b);

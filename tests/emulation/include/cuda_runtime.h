@@ -182,7 +182,7 @@ enum cudaDeviceAttr {
   cudaDevAttrMaxSharedMemoryPerMultiprocessor,
   cudaDevAttrMaxSharedMemoryPerBlockOptin
 };
-constexpr int kMostSharedBytes = 99 << 10;  // per block, on devices with the least
+constexpr int kMaxSharedBytes = 99 << 10;  // per block, on devices with the least
 struct cudaFuncAttributes {
   int ptxVersion = 80;
 };
@@ -239,7 +239,7 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
     case cudaDevAttrComputeCapabilityMinor: *value = properties.minor; break;
     case cudaDevAttrMultiProcessorCount: *value = properties.multiProcessorCount; break;
     case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = 164 << 10; break;
-    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = kMostSharedBytes; break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = kMaxSharedBytes; break;
   }
   return cudaSuccess;
 }
@@ -291,8 +291,8 @@ inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) { return cudaSuccess; }
 
 template <class Kernel>
 cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute attribute, int value) {
-  const int most = attribute == cudaFuncAttributeMaxDynamicSharedMemorySize ? kMostSharedBytes : 100;  // percent
-  return value <= most ? cudaSuccess : cudaErrorInvalidValue;
+  const int limit = attribute == cudaFuncAttributeMaxDynamicSharedMemorySize ? kMaxSharedBytes : 100;  // percent
+  return value <= limit ? cudaSuccess : cudaErrorInvalidValue;
 }
 template <class Kernel>
 cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel) {

@@ -52,8 +52,8 @@ T value_of_lane(const T& value, int lane) {
   return result;
 }
 
-// Adds an asynchronous copy to the open group: `bytes` bytes, then zeros up to `room`.
-void start_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t room);
+// Adds an asynchronous copy to the open group: `bytes` bytes, then zeros up to `padded_bytes`.
+void start_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t padded_bytes);
 void end_group();
 void wait_for_groups(int pending);
 

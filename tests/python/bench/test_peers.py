@@ -48,79 +48,65 @@ def test_peers_compute_our_routing(case):
     given = router.operands(case, 40, "float32", "cpu")
     logits, bias, d_probs = (timing.as_jax(tensor) for tensor in given[:3])
     (probs, routing_map), pull = jax.vjp(lambda z: router.ours_dense(case, z, bias), logits)
-    zeros = np.zeros(routing_map.shape, jax.dtypes.float0)
-    d_logits = pull((d_probs, zeros))[0]
-    of_xla, pull = jax.vjp(lambda z: xla.dense(case, z, bias), logits)
+    d_logits = pull((d_probs, np.zeros(routing_map.shape, jax.dtypes.float0)))[0]
     leaf = given.logits.detach().requires_grad_()
     of_torch = eager.dense(case, leaf, given.bias)
     d_of_torch = torch.autograd.grad(of_torch[0], leaf, given.d_probs)[0]
-    for got, d_got in ((of_xla, pull((d_probs, zeros))[0]), (of_torch, d_of_torch)):
-        assert_same((got[0], d_got), (probs, d_logits), ("probs", "d_logits"))
+    of_c = router.c_calls(case, given)
+    got_c = of_c["dense"]()
+    for got in (xla.dense(case, logits, bias), of_torch, (got_c["probs"], got_c["routing_map"])):
+        assert_same(got[:1], (probs,), ("probs",))
         np.testing.assert_array_equal(arrays(got)[1], routing_map)
-    compact = router.ours_compact(case, logits, bias)
+    assert_same((d_of_torch, of_c["d dense"]()["d_logits"]), (d_logits, d_logits), ("d_logits", "d_logits"))
+    compact = router.ours(case, logits, bias)
     np.testing.assert_array_equal(np.take_along_axis(np.asarray(probs), compact.experts, -1), compact.weights)
+    for name in ("compact", "plain"):
+        np.testing.assert_array_equal(of_c[name]()["weights"], compact.weights)
 
 
 def test_peers_compute_our_plan():
     E, slots = 20, torch.randint(20, (50, 4), dtype=torch.int32)
     ours = plan_in_jax(timing.as_jax(slots), E)
     want = [ours.tokens_per_expert, ours.offsets, ours.row_of_slot, ours.slot_of_row]
-    for got in (xla.plan(timing.as_jax(slots), E), eager.plan(slots, E)):
+    names = ("tokens_per_expert", "offsets", "row_of_slot", "slot_of_row")
+    of_c = plan.c_calls(slots, E)["plan"]()
+    for got in (xla.plan(timing.as_jax(slots), E), eager.plan(slots, E), [of_c[name] for name in names]):
         for mine, theirs in zip(arrays(got), want, strict=True):
             np.testing.assert_array_equal(mine, theirs)
-    drawn = plan.experts(30, 6, 3, "cpu", skewed=True)
-    assert all(len(set(row)) == 3 for row in drawn.tolist())
 
 
 def test_peers_compute_our_dispatch():
     given = dispatch.Operands((30, 5, 2, 16), "float32", "cpu")
-    calls, written = dispatch.c_calls(given)
-    programs = {by: dispatch.jax_programs([given], by) for by in ("jax", "xla")}
-    results = {"dispatch": ["rows"], "combine backward": ["rows", "d_weights"]}
-    for operation, call in dispatch.torch_calls(given).items():
-        calls[operation]()
-        want = [written[name].clone() for name in results.get(operation, ["out"])]
-        got = {by: of[operation].run(of[operation].groups[0])[0] for by, of in programs.items()}
-        for peer in (call(), *got.values()):
-            peer = peer if isinstance(peer, tuple) else (peer,)
-            assert_same(peer, want, results.get(operation, ["out"]))
+    calls, peers = dispatch.c_calls(given), dispatch.torch_calls(given)
+    assert calls.keys() - peers.keys() == {"sort chunks"}
+    results = {"dispatch": ["rows"], "combine backward": ["d_rows", "d_weights"]}
+    for operation, call in peers.items():
+        names, written, got = results.get(operation, ["out"]), calls[operation](), call()
+        assert_same(got if isinstance(got, tuple) else (got,), [written[name] for name in names], names)
 
 
 def test_peers_compute_our_experts():
     given = experts.Operands(SHAPE, "float32", "cpu")
-    calls, written = experts.c_calls(given)
-    calls["both"]()
-    y = written["y"]
-    for by in ("jax", "xla", "ragged-dot"):
-        programs = experts.jax_programs([given], by)
-        (forward,), (both,) = (programs[name].run(programs[name].groups[0]) for name in ("forward", "both"))
-        assert_same((forward, both[0]), (y, y), ("y", "y"))
-        if by == "jax":
-            gradients = both[1]
-            got = (gradients.rows, gradients.up.w, gradients.down.w, gradients.weights)
-            want = (written[name] for name in ("dx_rows", "d_w_in", "d_w_out", "d_weights"))
-            assert_same(got, want, ("dx_rows", "d_w_in", "d_w_out", "d_weights"))
-    d_x, d_w_in, d_w_out = experts.torch_calls(given)["both"]()
-    assert_same([experts.torch_calls(given)["forward"]()], [y], ["y"])
-    want, pull = jax.vjp(
-        lambda *a: xla.network(*a, timing.as_jax(given.token), timing.as_jax(given.group_sizes)),
-        *(timing.as_jax(tensor) for tensor in (given.x, given.w_in, given.w_out)),
-    )
-    d_y = timing.as_jax(given.d_out)[timing.as_jax(given.token)]
-    assert_same((want, d_x, d_w_in, d_w_out), (y, *pull(d_y)), ("y", "d_x", "d_w_in", "d_w_out"))
+    calls, peers = experts.c_calls(given), experts.torch_calls(given)
+    want = calls["both"]()
+    assert_same((calls["forward"]()["y"], peers["forward"]()), (want["y"], want["y"]), ("y", "y"))
+    d_x = torch.zeros_like(given.x).index_add(0, given.token, unweighted(given, want["dx_rows"]))
+    assert_same(peers["both"]()[:1], [d_x], ["d_x"])
+
+
+def unweighted(given, rows):
+    """Rows of a gradient that is linear in the weights, without them. torch's experts have no weights."""
+    return rows / given.weights.flatten()[given.slot_of_row][:, None]
 
 
 def test_the_experts_options_reach_the_c_function():
     given = experts.Operands(WIDE, "float32", "cpu")
-    found = {}
-    for options in ({}, {"precision": "fp8"}, {"activation": "swiglu_oai"}):
-        calls, written = experts.c_calls(given, **options)
-        calls["both"]()
-        program = experts.jax_programs([given], "jax", **options)["forward"]
-        (want,) = program.run(program.groups[0])
-        assert_same([written["y"]], [want], ["y"])
-        found[str(options)] = written["y"]
-    assert len({float(y.sum()) for y in found.values()}) == 3
+    found = [
+        experts.c_calls(given, **options)["forward"]()["y"]
+        for options in ({}, {"precision": "fp8"}, {"activation": "swiglu_oai"})
+    ]
+    assert 0.01 < (found[1] - found[0]).norm() / found[0].norm() < 0.2
+    assert 0.2 < (found[2] - found[0]).norm() / found[0].norm()
 
 
 @pytest.fixture(params=layer.ROUTINGS)
@@ -129,7 +115,7 @@ def whole_layer(request):
     given = layer_torch.operands(SHAPE, "float32", request.param, "cpu")
     chosen = None if given.experts is None else timing.as_jax(given.experts.int())
     of_jax = layer_jax.Operands(*map(timing.as_jax, (*given.leaves, given.d_out)), experts=chosen)
-    return given, of_jax, layer_jax.both(layer_jax.LAYERS["jax"], SHAPE.K)(*of_jax)
+    return given, of_jax, layer_jax.passes(layer_jax.LAYERS["jax"], SHAPE.K)["both"](*of_jax)
 
 
 NAMES = ("output", "d_x", "d_gate", "d_w_in", "d_w_out")
@@ -137,36 +123,31 @@ NAMES = ("output", "d_x", "d_gate", "d_w_in", "d_w_out")
 
 @pytest.mark.parametrize("by", ["c", "torch", "torch-loop"])
 def test_c_and_torch_compute_our_layer(by, whole_layer):
-    given, of_jax, want = whole_layer
+    given, _, want = whole_layer
     calls = layer_torch.calls_of(by, given, SHAPE.K)
     assert_same(calls["both"](), want, NAMES)
     assert_same([calls["forward"]()], want[:1], NAMES[:1])
-    assert layer_torch.largest_load(given, SHAPE.K) == pytest.approx(layer_jax.largest_load(of_jax, SHAPE.K))
 
 
 def test_plain_jax_computes_our_layer(whole_layer):
     _, given, want = whole_layer
-    assert_same(layer_jax.both(layer_jax.LAYERS["xla"], SHAPE.K)(*given), want, NAMES)
-    assert_same([layer_jax.forward(layer_jax.LAYERS["ragged-dot"], SHAPE.K)(*given)], want[:1], NAMES[:1])
+    assert_same(layer_jax.passes(layer_jax.LAYERS["xla"], SHAPE.K)["both"](*given), want, NAMES)
+    assert_same([layer_jax.passes(layer_jax.LAYERS["ragged-dot"], SHAPE.K)["forward"](*given)], want[:1], NAMES[:1])
 
 
 @pytest.mark.parametrize("by", layer.VARIANTS)
 def test_variants_are_our_layer(by):
     variant, given = layer_jax.LAYERS[by], layer_jax.operands(SHAPE, "float32", "uniform")
-    want = layer_jax.both(layer_jax.LAYERS["jax"], SHAPE.K)(*given)
-    drawn = layer_jax.operands(SHAPE, "float32", "uniform", layouts=variant.layouts, biases=variant.biases)
+    want = layer_jax.passes(layer_jax.LAYERS["jax"], SHAPE.K)["both"](*given)
+    drawn = layer_jax.operands(SHAPE, "float32", "uniform", by=by)
     moved = {name: getattr(given, name).transpose(variant.layouts.from_ours(name)) for name in ("w_in", "w_out")}
     assert {name: getattr(drawn, name).shape for name in moved} == {name: a.shape for name, a in moved.items()}
     biases = {name: 0 * bias for name, bias in drawn.biases().items()}
-    output, d_x, d_gate, d_w_in, d_w_out, *d_biases = layer_jax.both(variant, SHAPE.K)(
-        *given._replace(**moved, **biases)
-    )
+    both = layer_jax.passes(variant, SHAPE.K)["both"]
+    output, d_x, d_gate, d_w_in, d_w_out, *d_biases = both(*given._replace(**moved, **biases))
     assert [d.shape for d in d_biases] == [bias.shape for bias in biases.values()]
     back = [d.transpose(variant.layouts.order(name)) for name, d in (("w_in", d_w_in), ("w_out", d_w_out))]
-    if by == "jax-swiglu-oai":
-        assert np.any(np.abs(output - want[0]) > 1e-2)
-    else:
-        assert_same((output, d_x, d_gate, *back), want, NAMES)
+    assert_same((output, d_x, d_gate, *back), want, NAMES)
 
 
 def test_sonicmoe_is_given_our_layer(monkeypatch):
@@ -183,27 +164,27 @@ def test_sonicmoe_is_given_our_layer(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "sonicmoe", types.SimpleNamespace(moe_TC_softmax_topk_layer=stand_in))
     given = layer_torch.operands(SHAPE, "float32", "uniform", "cpu")
-    calls = sonicmoe.calls(given, SHAPE.K)
+    calls = layer_torch.calls_of("sonicmoe", given, SHAPE.K)
     output, d_x, d_router, d_up, d_down = calls["both"]()
     d_w_in = d_up.reshape(SHAPE.E, SHAPE.F, 2, SHAPE.D).permute(0, 3, 2, 1)
     want = layer_torch.calls_of("torch", given, SHAPE.K)["both"]()
     assert_same((output, d_x, d_router.T, d_w_in, d_down.transpose(1, 2)), want, NAMES)
     assert_same([calls["forward"]()], want[:1], NAMES[:1])
-    assert inference == [True, False, False, True]
+    assert inference == [False, True]
     zipf = layer_torch.operands(SHAPE, "float32", "zipf", "cpu")
     with pytest.raises(BenchError, match="--routing: got zipf with --by sonicmoe, expected uniform"):
-        sonicmoe.calls(zipf, SHAPE.K)
+        sonicmoe.layer(zipf, SHAPE.K)
     monkeypatch.setitem(sys.modules, "sonicmoe", None)
     with pytest.raises(BenchError, match="--by: got sonicmoe, which needs the package sonic-moe"):
-        sonicmoe.calls(given, SHAPE.K)
+        sonicmoe.layer(given, SHAPE.K)
 
 
-@pytest.mark.parametrize("by", torch_modes.BY["cpu"])
+@pytest.mark.parametrize("by", [by for by in torch_modes.MODES if by not in (*layer_torch.FP8, "jax")])
 def test_every_layer_in_torch_is_moe(by):
     if by.startswith("hf-") and not transformers.installed():
         pytest.skip("NO TRANSFORMERS FOUND: its layer is not compared with ours")
     given = layer_torch.operands(SHAPE, "float32", "uniform", "cpu")
-    made = torch_modes.make(by, SHAPE, given)
+    made = layer_torch.make(by, given, SHAPE.K)
     output, d_x, d_gate, d_w_in, d_w_out = made.both()
     if by not in ("moe", "grouped_mm"):  # as checkpoints have them
         d_gate, d_w_out = d_gate.T, d_w_out.mT
@@ -213,11 +194,19 @@ def test_every_layer_in_torch_is_moe(by):
     assert_same([made.forward()], want[:1], NAMES[:1])
 
 
+def test_layers_are_compiled_in_these_modes_alone(monkeypatch):
+    given, compiled = layer_torch.operands(SHAPE, "float32", "uniform", "cpu"), []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: compiled.append(options) or function)
+    for mode in ("eager", "graph", "compiled", "reduce-overhead"):
+        layer_torch.calls_of("moe", given, SHAPE.K, mode)
+    assert compiled == [{"fullgraph": True}, {"fullgraph": True, "mode": "reduce-overhead"}]
+
+
 def test_quantised_experts_are_quantised_within_or_before():
     given = layer_torch.operands(WIDE, "float32", "uniform", "cpu")
-    within, kept = (torch_modes.make(by, WIDE, given).both() for by in torch_modes.FP8)
+    within, kept = (layer_torch.make(by, given, WIDE.K).both() for by in layer_torch.FP8)
     torch.testing.assert_close(within, kept, rtol=0, atol=0)
-    exact = torch_modes.make("moe", WIDE, given).forward()
+    exact = layer_torch.make("moe", given, WIDE.K).forward()
     assert 0.01 < (within[0] - exact).norm() / exact.norm() < 0.2
 
 
@@ -229,7 +218,7 @@ def test_operands_are_alike_in_both_frameworks():
         for mine, other in zip(ours[:5], (*theirs.leaves, theirs.d_out), strict=True):
             assert mine.shape == other.shape
             assert np.std(mine) == pytest.approx(np.std(other.detach().numpy()), rel=0.1)
-        assert (layer_jax.largest_load(ours, shape.K) > 2) == (routing == "zipf")
+        assert (ours.experts is None) == (theirs.experts is None) == (routing == "uniform")
     np.testing.assert_array_equal(ours.experts, theirs.experts.numpy())  # zipf's
     w_in = np.asarray(ours.w_in)
     assert len(np.unique(w_in[:, 0, 0, 0])) == SHAPE.E, "every expert has numbers of its own"

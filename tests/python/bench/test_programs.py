@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 
@@ -10,12 +11,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from anabranch import _library  # noqa: E402
 from anabranch.bench import BenchError  # noqa: E402
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import figures, layer, layer_torch, mesh, mesh_torch, processes, timing, torch_modes  # noqa: E402
+from benchmarks import beside, c_call, layer, layer_torch, mesh, mesh_torch, processes, timing  # noqa: E402
 from benchmarks.__main__ import OPERATIONS, main  # noqa: E402
-from benchmarks.figures import Measured, Memory  # noqa: E402
-from benchmarks.peers import transformers  # noqa: E402
+from benchmarks.processes import Case  # noqa: E402
 from benchmarks.shapes import LayerShape  # noqa: E402
 from benchmarks.timing import Timing  # noqa: E402
 
@@ -23,18 +24,17 @@ TINY = "16,128,128,4,2"
 FLOAT32 = ["--dtype", "float32"]
 #: The options of a tiny run, and columns whose figures it must have.
 RUNS = {
-    "router": (["--tokens", "32", *FLOAT32], ["dense", "jax dense", "torch d", "xla d", "d with loss", "dense floor"]),
-    "plan": (["--tokens", "32", "--rows", "8,2"], ["plan", "jax plan", "torch", "xla"]),
+    "router": (
+        ["--tokens", "32", *FLOAT32],
+        ["dense", "jax dense", "plain", "torch d", "xla", "d with loss", "dense floor"],
+    ),
+    "plan": (["--tokens", "32", "--rows", "8,2"], ["plan", "torch", "xla"]),
     "dispatch": (FLOAT32, ["c", "GB/s", "share"]),
     "experts": (
-        ["--shape", TINY, "--dtype", "bfloat16", "--precision", "fp8", "--by", "c", "--by", "jax"],
+        ["--shape", TINY, "--dtype", "bfloat16", "--precision", "fp8", "--by", "c"],
         ["forward ms", "both share"],
     ),
     "layer": (["--shape", TINY, *FLOAT32, "--by", "c", "--by", "jax"], ["both ms", "both GFLOP/s"]),
-    "torch": (
-        ["--shape", TINY, *FLOAT32, "--by", "moe", "--by", "grouped_mm"],
-        ["both ms", "x both", "host both us"],
-    ),
     "decode": (["--shape", TINY, "--tokens", "3", *FLOAT32], ["layer", "x floor", "experts"]),
 }
 
@@ -46,8 +46,8 @@ def tiny(monkeypatch):
     monkeypatch.setattr(
         timing, "interleaved", lambda functions, seconds, repeats=1: interleaved(functions, seconds=0, repeats=1)
     )
-    monkeypatch.setattr(timing, "_cpu_copy_rate", lambda: 1e9)
-    monkeypatch.setattr("benchmarks.product._cpu_rate", lambda dtype: 1e9)
+    monkeypatch.setattr("benchmarks.ceilings._cpu_copy_rate", lambda: 1e9)
+    monkeypatch.setattr("benchmarks.ceilings._cpu_rate", lambda dtype: 1e9)
     monkeypatch.setattr("benchmarks.dispatch.SHAPES", {"cpu": [(16, 4, 2, 8)]})
 
 
@@ -73,24 +73,45 @@ def test_every_implementation_on_the_cpu_is_a_column_or_a_row(capsys):
     rows = report(capsys, "layer", "--quick", "--shape", TINY, *FLOAT32, *flags("--by", by), "--routing", "zipf")
     assert [row["by"] for row in rows] == by and all(row["both ms"] > 0 for row in rows)
     rows = report(capsys, "experts", "--quick", "--shape", TINY, *FLOAT32)
-    assert [row["by"] for row in rows] == ["c", "jax", "ragged-dot", "xla", "torch"]
+    assert [row["by"] for row in rows] == ["c", "torch"]
 
 
 def flags(name, values):
     return [argument for value in values for argument in (name, value)]
 
 
-def test_compiled_layers_are_timed_and_what_would_copy_too_much_is_not(monkeypatch):
-    monkeypatch.setattr(torch_modes, "_MOST_BATCHED_BYTES", 0)
-    compiled = []
-    monkeypatch.setattr(torch, "compile", lambda function, **options: compiled.append(options) or function)
-    chosen = ["MoE", *["hf-batched_mm"] * transformers.installed()]
-    rows = list(
-        torch_modes._rows_on_cpu([LayerShape(8, 16, 16, 4, 2)], ["float32"], chosen, ("eager", "compiled"), 0.0)
-    )
-    assert [row["mode"] for row in rows[:2]] == ["eager", "compiled"] and rows[1]["both ms"] > 0
-    assert compiled and all(options == {"fullgraph": True} for options in compiled)
-    assert all(row["note"].startswith("not run: it would copy") for row in rows[2:])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["router", "--rows", "64,6", "--tokens", "32", *FLOAT32],
+        ["dispatch", *FLOAT32],
+        ["experts", "--shape", TINY, *FLOAT32],
+        ["layer", "--shape", TINY, *FLOAT32],
+    ],
+    ids=lambda arguments: arguments[0],
+)
+def test_another_build_is_timed_beside_this_one(arguments, tmp_path, capsys, monkeypatch):
+    other = shutil.copy(_library.load()._name, tmp_path / "other.so")
+    rows = report(capsys, *arguments, "--quick", "--beside", str(other))
+    assert all(row["this"] > 0 and row[f"x {other}"] > 0 and row["bits differ"] == "" for row in rows), rows
+
+
+def test_a_build_that_does_not_support_a_case_is_an_error_of_its_row(tmp_path):
+    def make(operands):
+        if c_call._library_of_calls:
+            raise RuntimeError("qb_histogram: unknown")
+        return {}
+
+    other = str(shutil.copy(_library.load()._name, tmp_path / "other.so"))
+    assert list(beside.rows([({"T": 1}, [0], make)], [other], "cpu", True)) == [
+        {"T": 1, "error": f"{other}: qb_histogram: unknown"}
+    ]
+
+
+def test_results_are_compared_bit_by_bit():
+    zero, nan = torch.zeros(2), torch.full((), float("nan"))
+    assert beside._same_bits({"a": nan, "b": zero}, {"a": nan.clone(), "b": zero.clone()})
+    assert not beside._same_bits((nan, zero), (nan, -zero))
 
 
 def test_torchs_ranks_on_the_cpu():
@@ -106,11 +127,11 @@ def test_help_has_the_operations_own_options_alone(operation, capsys):
     assert stop.value.code == 0
     said = set(re.findall(r"^  (--\w+)", capsys.readouterr().out, re.MULTILINE))
     own = {
-        "router": {"--rows", "--tokens", "--by"},
-        "plan": {"--rows", "--tokens", "--by"},
-        "dispatch": {"--by"},
-        "experts": {"--shape", "--tokens", "--by", "--precision", "--activation"},
-        "layer": {"--shape", "--tokens", "--routing", "--by", "--trace"},
+        "router": {"--rows", "--tokens", "--by", "--beside"},
+        "plan": {"--rows", "--tokens", "--by", "--beside"},
+        "dispatch": {"--by", "--beside"},
+        "experts": {"--shape", "--tokens", "--by", "--precision", "--activation", "--beside"},
+        "layer": {"--shape", "--tokens", "--routing", "--by", "--beside"},
         "torch": {"--shape", "--tokens", "--by"},
         "decode": {"--shape", "--tokens"},
         "mesh": {"--shape", "--tokens", "--by", "--transport"},
@@ -129,10 +150,10 @@ def test_help_has_the_operations_own_options_alone(operation, capsys):
         (["layer", "--shape", "8,8"], "argument --shape: got '8,8', expected T,D,F,E,K such as"),
         (["layer", "--device", "cuda", "--dtype", "float32"], "--dtype: got float32 with layer on cuda, expected bfloat16"),
         (["layer", "--by", "sonicmoe"], "--by: got sonicmoe on cpu, expected it on cuda"),
-        (["layer", "--by", "xla", "--trace", "x"], "--trace: got it with --by xla on cpu, expected jax on cuda"),
+        (["plan", "--beside", "/nowhere.so"], "--beside: got /nowhere.so, expected a build of the library: "),
         (["decode", "--shape", "mixtral", "--tokens", "1073741824"], "got 1073741824 with K = 2, expected T * K < 2^31"),
         (["experts", "--precision", "fp8", "--shape", "8,16,16,4,2"], "expected D and F to be multiples of 128"),
-        (["torch", "--by", "fp8"], "--by: got fp8 with torch on cpu, expected moe, MoE"),
+        (["torch", "--device", "cpu"], "argument --device: invalid choice: 'cpu' (choose from "),
         (["mesh", "--by", "moe", "--transport", "ragged"], "--transport: got ragged with moe, expected ring or all_to_all"),
         (["--device", "cuda", "layer"], "OPERATION: got layer after options, expected it before its options"),
         (["router", "--json", "/nowhere/rows.json"], "--json: got /nowhere/rows.json, expected a file that can be"),
@@ -154,17 +175,16 @@ def test_without_an_operation_each_has_a_process(monkeypatch, capsys):
             super().__init__(*args, **kwargs)
             busy.append(self)
 
-    def rows(operation, flags):
-        started.append((operation, flags))
+    def rows(arguments):
+        started.append(arguments)
         assert [process.poll() for process in busy] == [None, None]
         return []
 
     monkeypatch.setattr(subprocess, "Popen", Process)
     monkeypatch.setattr(command, "rows_of_a_process", rows)
     assert main(["--quick", *FLOAT32, "--busy", "2"]) == 0
-    common = ["--device", "cpu", "--quick"]
     assert started == [
-        (name, common + (FLOAT32 if name != "plan" else []))
+        [name, "--device", "cpu", "--quick"] + (FLOAT32 if name != "plan" else [])
         for name in ("router", "plan", "dispatch", "experts", "layer")
     ]
     assert None not in [process.returncode for process in busy]
@@ -173,27 +193,23 @@ def test_without_an_operation_each_has_a_process(monkeypatch, capsys):
 def test_a_missing_gpu_is_an_error_of_the_process(monkeypatch, capsys):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(BenchError, match=r"benchmarks of CUDA kernels need .*\(exit status 1\)$"):
-        processes.rows_of_a_process("layer", ["--device", "cuda", "--by", "xla", "--quick"], quiet=True)
-    (row,) = processes.rows_or_error("decode", ["--device", "cuda"], {"by": "ours"})
-    assert row["by"] == "ours" and "need a GPU, and torch finds none" in row["error"]
+        processes.rows_of_a_process(["layer", "--device", "cuda", "--by", "xla", "--quick"], quiet=True)
 
 
+@pytest.mark.parametrize("failing", [1, 2])
 @pytest.mark.parametrize(
     "operation, cases", [("layer", ["jax", "torch"]), ("torch", ["moe", "jax"]), ("mesh", ["jax", "moe"])]
 )
-def test_on_a_gpu_every_case_has_a_process_and_its_error_a_row(operation, cases, monkeypatch, capsys):
+def test_on_a_gpu_every_case_has_a_process_and_its_error_a_row(operation, cases, failing, monkeypatch, capsys):
     started = []
 
-    def process(name, flags, *, quiet):
-        started.append((name, flags[flags.index("--by") + 1]))
-        if len(started) == 2:
+    def process(arguments, *, quiet):
+        started.append((arguments[0], arguments[arguments.index("--by") + 1]))
+        if len(started) == failing:
             raise BenchError("out of luck")
-        if operation == "torch":
-            times = {one: Timing(1e-3, 1e-3, 1e-3) for one in torch_modes.PASSES}
-            return [torch_modes.row(LayerShape(8, 8, 8, 4, 2), "bfloat16", "moe", "eager", "cuda", times)]
         if operation == "mesh":
             return [{"by": "jax", "collective": None}]
-        return [figures.row(LayerShape(8, 8, 8, 4, 2), "uniform", "bfloat16", "jax", "cuda", Measured())]
+        return [layer.row(Case("layer", "cuda", LayerShape(8, 8, 8, 4, 2), "bfloat16", "moe"), {})]
 
     monkeypatch.setattr(processes, "rows_of_a_process", process)
     monkeypatch.setattr(layer, "_require_gpu", lambda: None)
@@ -212,33 +228,32 @@ def test_a_bound_that_fails_does_not_hide_the_other(monkeypatch):
 
     monkeypatch.setattr(mesh, "_layer", measured)
     monkeypatch.setattr(mesh.timing, "jax_on", lambda device: type("jax", (), {"device_count": lambda: 2}))
-    failed, bounded = mesh._measure(mesh.Case(LayerShape(8, 8, 8, 4, 2), "jax", "ring", "cpu"), 1)
+    failed, bounded = mesh._measure(
+        Case("mesh", "cpu", LayerShape(8, 8, 8, 4, 2), "float32", "jax", ("transport", "ring")), 1
+    )
     assert failed["error"] == "jax: RuntimeError: MemoryError: full" and failed["capacity"] is None
     assert bounded["capacity"] == 1.25 and bounded["backward ms"] == pytest.approx(2) and bounded["dropped"] == 7
 
 
-def test_figures_of_a_layer_become_a_row_and_tables():
-    shape = LayerShape(T=1 << 15, D=1 << 12, F=1 << 10, E=128, K=8)
-    measured = Measured(
-        forward=Timing(2e-3, 1.9e-3, 2.2e-3),
-        both=Timing(5e-3, 4.5e-3, 6e-3, host_bound=True),
-        product=(600e12, 800e12),
-        memory=Memory(arguments=3 << 30, outputs=2 << 30, aliased=1 << 30, temporaries=4 << 30),
-        peak=9 << 30,
-        path="hopper",
+def test_figures_of_a_layer_become_a_row_and_a_table():
+    case = Case("layer", "cuda", LayerShape(1 << 15, 1 << 12, 1 << 10, 128, 8), "bfloat16", "jax", "zipf")
+    times = {"forward": Timing(2e-3, 1.9e-3, 2.2e-3), "both": Timing(5e-3, 4.5e-3, 6e-3, host_bound=True)}
+    row = layer.row(
+        case, times, product=(600e12, 800e12), planned=8 << 30, peak=9 << 30, host={"both": 1e-4}, path="hopper"
     )
-    row = figures.row(shape, "zipf", "bfloat16", "jax", "cuda", measured)
-    flops = 6 * shape.T * shape.K * shape.D * shape.F
+    flops = case.shape.forward_flops()
     assert (row["forward ms"], row["backward ms"], row["both ms"]) == pytest.approx((2, 3, 5))
     rates = row["forward TFLOP/s"], row["backward TFLOP/s"], row["both TFLOP/s"]
     assert rates == pytest.approx((flops / 2e-3 / 1e12, 2 * flops / 3e-3 / 1e12, 3 * flops / 5e-3 / 1e12))
     assert row["forward share"] == pytest.approx(rates[0] / 700) and row["product TFLOP/s"] == pytest.approx(700)
     assert row["spread"]["both ms"] == pytest.approx([4.5, 6]) and row["host bound"] == ["both"]
-    assert (row["total GiB"], row["peak GiB"], row["path"]) == (8, 9, "hopper")
-    nothing = figures.row(shape, "zipf", "bfloat16", "xla", "cuda", Measured(note="out of memory"))
-    speed, memory = layer.tables([row, nothing]).values()
-    assert (speed[0]["backward ms"], speed[1]["forward ms"], speed[1]["note"]) == ("3*", None, "out of memory")
-    assert [one["peak"] for one in memory] == [9]
+    assert row["spread"]["product TFLOP/s"] == pytest.approx([600, 800])
+    assert (row["planned GiB"], row["peak GiB"], row["path"], row["routing"]) == (8, 9, "hopper", "zipf")
+    assert (row["host forward us"], row["host both us"]) == (None, pytest.approx(100))
+    nothing = layer.row(case, {}, note="out of memory")
+    (table,) = layer.tables([row, nothing]).values()
+    assert (table[0]["backward ms"], table[1]["forward ms"], table[1]["note"]) == ("3*", None, "out of memory")
+    assert [one["peak GiB"] for one in table] == [9, None]
 
 
 def has_gpu():
@@ -263,6 +278,7 @@ def test_the_layer_through_c_is_torchs_on_a_gpu():
 ON_GPU = {
     "router": ["--tokens", "256", "--dtype", "bfloat16"],
     "plan": ["--tokens", "256"],
+    "beside": ["--tokens", "256", "--rows", "64,6", "--dtype", "bfloat16", "--beside", "LIBRARY"],
     "experts": ["--shape", "2048,256,128,16,2"],
     "layer": ["--shape", "2048,256,128,16,2", "--routing", "uniform", "--routing", "zipf"],
     "torch": ["--shape", "2048,256,128,16,2"],
@@ -276,7 +292,10 @@ def test_a_program_runs_on_a_gpu(operation, tmp_path):
     if not has_gpu():
         pytest.skip("NO GPU FOUND: the benchmarks are not tried")
     file = tmp_path / "rows.json"
-    arguments = [operation, "--device", "cuda", "--quick", *ON_GPU[operation], "--json", str(file)]
+    other = shutil.copy(_library.load_cuda()._name, tmp_path / "other.so")
+    options = [str(other) if word == "LIBRARY" else word for word in ON_GPU[operation]]
+    operation = "router" if operation == "beside" else operation
+    arguments = [operation, "--device", "cuda", "--quick", *options, "--json", str(file)]
     result = subprocess.run(
         [sys.executable, "-m", "benchmarks", *arguments],
         cwd=processes.ROOT,
@@ -290,3 +309,4 @@ def test_a_program_runs_on_a_gpu(operation, tmp_path):
     assert rows and (operation != "layer" or all(row["note"] == "" for row in rows)), rows
     ours = [row["path"] for row in rows if row.get("by") in ("moe", "MoE", "c", "jax", "ragged-dot")]
     assert all(path in ("hopper", "portable") for path in ours), rows
+    assert not any(row.get("bits differ") for row in rows), rows

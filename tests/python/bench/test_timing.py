@@ -1,5 +1,6 @@
 """How the benchmarks time calls, and the layers and routings that they draw. No figure is tested."""
 
+import argparse
 import math
 import types
 
@@ -9,23 +10,27 @@ import numpy as np
 import pytest
 
 from anabranch.bench import BenchError
-from benchmarks import layer_jax, plan, timing
-from benchmarks.figures import Measured, experts_path
-from benchmarks.shapes import NAMED, SHAPES, LayerShape, parse_shape, zipf_experts
+from anabranch.jax import plan
+from benchmarks import layer_jax, timing
+from benchmarks.flags import parse_shape
+from benchmarks.shapes import NAMED, SHAPES, LayerShape, draw_experts
+from benchmarks.tables import experts_path
 
 SHAPE = LayerShape(T=70, D=32, F=48, E=9, K=3)
 
 
 def test_calls_of_a_program_stay_apart():
     """There is a barrier between them, and none is left out."""
-    functions = plan.jax_functions(16, ["jax"])
-    shapes = [(timing.struct("cpu", 40, 2, dtype="int32"),)] * 4
-    lowered = jax.jit(timing.chained(functions["jax plan"])).lower(shapes)
+
+    def ours(experts):
+        return plan(experts, 16).row_of_slot
+
+    shapes = [(jax.ShapeDtypeStruct((40, 2), "int32"),)] * 4
+    lowered = jax.jit(timing.chained(ours)).lower(shapes)
     assert lowered.as_text().count("optimization_barrier") == 3
     assert lowered.compile().as_text().count('custom_call_target="ab_xla_plan"') == 4
-    program = timing.compile_all({"plan": (timing.chained(functions["jax plan"]), shapes)})["plan"]
-    groups = timing.groups_of([(jnp.full((40, 2), e, jnp.int32),) for e in range(6)], 4)
-    timed = timing.seconds_of_program(program, groups, repeats=2, seconds=0.0)
+    program = timing.program(ours, [(jnp.full((40, 2), e, jnp.int32),) for e in range(6)], 4)
+    timed = timing.seconds_of_program(*program, repeats=2, seconds=0.0)
     assert 0 < timed.low <= timed.seconds <= timed.high
 
 
@@ -70,16 +75,12 @@ def measured(by):
     return layer_jax.measure(by, SHAPE, "float32", "zipf", repeats=2, product_size=64)
 
 
-def test_a_layer_is_measured_through_jax(tmp_path, monkeypatch):
+def test_a_layer_is_measured_through_jax(monkeypatch):
     monkeypatch.setattr(timing, "MOST_SETS", 2)
-    found = layer_jax.measure(
-        "jax", SHAPE, "float32", "zipf", repeats=2, product_size=64, trace=str(tmp_path / "trace")
-    )
-    assert found.forward.seconds > 0 and found.both.seconds > 0 and min(found.product) > 0
-    assert found.note == "product: by XLA, not cuBLAS" and found.peak is None  # the CPU does not say
-    assert found.memory.arguments >= SHAPE.operand_bytes(4) <= found.memory.outputs
-    assert 1 < found.largest_load <= SHAPE.E / SHAPE.K
-    assert list((tmp_path / "trace").rglob("*.xplane.pb"))
+    found = measured("jax")
+    assert found["times"]["forward"].seconds > 0 and found["times"]["both"].seconds > 0 and min(found["product"]) > 0
+    assert found["note"] == "product: by XLA, not cuBLAS" and found["peak"] is None  # the CPU does not say
+    assert found["planned"] >= 2 * SHAPE.operand_bytes(4)
 
 
 def test_out_of_memory_is_a_note_and_other_failures_are_not(monkeypatch):
@@ -97,12 +98,12 @@ def test_out_of_memory_is_a_note_and_other_failures_are_not(monkeypatch):
     monkeypatch.setattr(timing, "MOST_SETS", 1)
     monkeypatch.setitem(layer_jax.LAYERS, "xla", layer_jax.Layer(forward_alone))
     found = measured("xla")
-    assert found.both is None and found.forward is not None and found.note.startswith("both: out of memory")
+    assert list(found["times"]) == ["forward"] and found["note"].startswith("both: out of memory")
     monkeypatch.setitem(layer_jax.LAYERS, "xla", layer_jax.Layer(broken))
     with pytest.raises(jax.errors.JaxRuntimeError, match="no such kernel"):
         measured("xla")
     monkeypatch.setattr(layer_jax, "operands", lambda *_, **__: out_of_memory())
-    assert measured("jax") == Measured(note="out of memory")
+    assert measured("jax") == {"times": {}, "note": "out of memory"}
 
 
 def test_the_library_is_asked_for_the_path_in_the_order_of_its_header(monkeypatch):
@@ -132,10 +133,12 @@ def test_names_and_sizes_are_shapes():
         ("qwen", "got 'qwen', expected T,D,F,E,K such as"),
         ("1,2,3,4", "got '1,2,3,4', expected T,D,F,E,K such as"),
         ("1,2,0,4,1", "got '1,2,0,4,1', expected T,D,F,E,K such as"),
-        ("8,8,8,2,3", "expected T,D,F,E,K with K <= E"),
-        ("1073741824,8,8,2,2", "expected T,D,F,E,K with T \\* K < 2\\^31"),
+        *(
+            (text, "expected T,D,F,E,K with K <= E and T \\* K < 2\\^31")
+            for text in ("8,8,8,2,3", "1073741824,8,8,2,2")
+        ),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(argparse.ArgumentTypeError, match=message):
             parse_shape(text)
 
 
@@ -143,7 +146,7 @@ def test_a_step_needs_its_operands_its_results_and_h():
     """As counted from what is traced; x and the experts' weights are saved as operands."""
     shape = LayerShape(T=96, D=32, F=48, E=4, K=2)
     given = layer_jax.operands(shape, "bfloat16", "uniform")
-    results = jax.tree.leaves(jax.eval_shape(layer_jax.both(layer_jax.LAYERS["jax"], shape.K), *given))
+    results = jax.tree.leaves(jax.eval_shape(layer_jax.passes(layer_jax.LAYERS["jax"], shape.K)["both"], *given))
     h = jax.ShapeDtypeStruct((shape.T * shape.K, 2, shape.F), given.x.dtype)
     operands = jax.tree.leaves(given)
 
@@ -155,18 +158,19 @@ def test_a_step_needs_its_operands_its_results_and_h():
 
 
 def test_zipf_experts_are_distinct_and_have_their_shares():
-    shape = LayerShape(T=40000, D=1, F=1, E=12, K=3)
-    experts = zipf_experts(shape)
-    assert experts.shape == (shape.T, shape.K) and experts.dtype == np.int32
-    assert all(len(set(row)) == shape.K for row in experts[:2000].tolist())
+    T, E, K = 40000, 12, 3
+    experts = draw_experts(T, E, K, zipf=True)
+    assert experts.shape == (T, K) and experts.dtype == np.int32
+    assert all(len(set(row)) == K for row in experts[:2000].tolist())
     # The first is drawn with shares 1 / (1 + e); the second, given the first, with those of the others.
-    weights = 1 / np.arange(1, shape.E + 1)
+    weights = 1 / np.arange(1, E + 1)
     shares = weights / weights.sum()
     second = sum(
         shares[first] * np.where(np.arange(12) == first, 0, shares / (1 - shares[first])) for first in range(12)
     )
     for k, want in enumerate((shares, second)):
-        got = np.bincount(experts[:, k], minlength=shape.E) / shape.T
-        assert np.abs(got - want).max() < 5 * np.sqrt(want * (1 - want) / shape.T).max()
-    np.testing.assert_array_equal(zipf_experts(shape), experts)
-    assert (zipf_experts(shape, seed=1) != experts).any()
+        got = np.bincount(experts[:, k], minlength=E) / T
+        assert np.abs(got - want).max() < 5 * np.sqrt(want * (1 - want) / T).max()
+    assert (draw_experts(T, E, K, seed=1, zipf=True) != experts).any()
+    uniform = np.bincount(draw_experts(T, E, K).ravel(), minlength=E) / T
+    assert np.abs(uniform - K / E).max() < 5 * np.sqrt(K / E / T)

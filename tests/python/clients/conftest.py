@@ -1,4 +1,4 @@
-"""Tests of our adapters with the libraries themselves; each is skipped if its library is not installed."""
+"""Tests of the adapters in examples/ with the libraries themselves; skipped if a library is not installed."""
 
 import pathlib
 import sys

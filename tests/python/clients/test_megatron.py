@@ -246,13 +246,13 @@ def test_permutation_is_megatrons(capacity):
     sizes = routing_map.sum(0)
 
     def early(fused, x, probs):
-        rows, of_rows, indices = moe_utils.permute(
+        rows, row_probs, indices = moe_utils.permute(
             x, routing_map, probs, int(sizes.sum()), fused=fused, drop_and_pad=bool(capacity)
         )
-        rows, of_rows = moe_utils.sort_chunks_by_idxs(rows, sizes, order, of_rows, fused=fused)
+        rows, row_probs = moe_utils.sort_chunks_by_idxs(rows, sizes, order, row_probs, fused=fused)
         back, sizes_back = torch.argsort(order), sizes[order]
-        again, _ = moe_utils.sort_chunks_by_idxs(rows * of_rows[:, None], sizes_back, back, fused=fused)
-        return rows, of_rows, moe_utils.unpermute(again, indices, x.shape, fused=fused, drop_and_pad=bool(capacity))
+        again, _ = moe_utils.sort_chunks_by_idxs(rows * row_probs[:, None], sizes_back, back, fused=fused)
+        return rows, row_probs, moe_utils.unpermute(again, indices, x.shape, fused=fused, drop_and_pad=bool(capacity))
 
     def late(fused, x, probs):
         rows, _, indices = moe_utils.permute(
@@ -322,10 +322,10 @@ def layers(options):
     return ours, theirs
 
 
-def stacked(sequential, of=lambda parameter: parameter):
-    """`of` of SequentialMLP's parameters (values or gradients), as [E, D, 2 F] and [E, F, D]."""
+def stacked(sequential, select=lambda parameter: parameter):
+    """SequentialMLP's parameters, or what `select` returns for them (gradients), as [E, D, 2 F] and [E, F, D]."""
     for name in ("linear_fc1", "linear_fc2"):
-        yield torch.stack([of(getattr(mlp, name).weight).T for mlp in sequential.local_experts])
+        yield torch.stack([select(getattr(mlp, name).weight).T for mlp in sequential.local_experts])
 
 
 def layer_results(layer, mask):
@@ -341,15 +341,15 @@ def layer_results(layer, mask):
     others = [gradient(p) for name, p in layer.named_parameters() if not name.startswith("experts.")]
     if isinstance(layer.experts, experts.GroupedMLP):
         w1, w2 = (gradient(p) for p in layer.experts.parameters())
-        of_experts = [w1.view(EXPERTS, D, 2 * F), w2.view(EXPERTS, F, D)]
+        expert_gradients = [w1.view(EXPERTS, D, 2 * F), w2.view(EXPERTS, F, D)]
     else:
-        of_experts = list(stacked(layer.experts, gradient))
+        expert_gradients = list(stacked(layer.experts, gradient))
     losses = {call.args[0]: call.args[1].detach() for call in logged.call_args_list}
-    return {"output": output.detach(), "x": x.grad, "others": others, "experts": of_experts, "losses": losses}
+    return {"output": output.detach(), "x": x.grad, "others": others, "experts": expert_gradients, "losses": losses}
 
 
 def test_the_layer_is_megatrons(monkeypatch):
-    """Every router with every dispatcher, with losses and padding in turn: 54 configurations, all eight functions."""
+    """Every router with every dispatcher, losses and padding alternating: 54 configurations, all eight functions."""
     functions = {name: mock.Mock(wraps=getattr(moe_utils, name)) for name in megatron_experts.FUSED_FUNCTIONS}
     for name, function in functions.items():
         monkeypatch.setattr(moe_utils, name, function)

@@ -1,7 +1,7 @@
 """examples/torchtitan_experts.py with torchtitan itself.
 
 torchtitan rounds the operands of its grouped GEMMs to bfloat16 with `Tensor.bfloat16()`. If that is patched to the
-identity, its code and ours run in float32 and have to agree to 1e-6; otherwise they have to agree to a few roundings.
+identity, its code and ours run in float32 and must agree to 1e-6; otherwise they must agree to a few roundings.
 """
 
 import contextlib
@@ -93,7 +93,7 @@ def model_config(family=deepseek_v3):
     return config
 
 
-def test_a_quantised_subclass_stays_torchtitans():
+def test_a_quantised_subclass_is_not_replaced():
     """An override after quantisation skips it; quantisation after an override is an error."""
 
     config = model_config()

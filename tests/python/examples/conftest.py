@@ -13,11 +13,11 @@ from byte_lm.options import Options
 @pytest.fixture(scope="session", autouse=True)
 def compilation_cache(tmp_path_factory):
     """Shares compiled programs between this process, subprocesses and xdist's other workers."""
-    of_session = tmp_path_factory.getbasetemp()
+    session_folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
-        of_session = of_session.parent  # the workers' folders are in it
+        session_folder = session_folder.parent  # the workers' folders are in it
     cache = {
-        "jax_compilation_cache_dir": str(of_session / "compiled"),
+        "jax_compilation_cache_dir": str(session_folder / "compiled"),
         "jax_persistent_cache_min_compile_time_secs": 0.0,
         "jax_persistent_cache_min_entry_size_bytes": -1,
     }

@@ -24,7 +24,7 @@ def test_the_text_is_that_of_the_files(corpus_folder):
         assert files_of(text) == [(corpus_folder / name).read_bytes() for name in names]
 
 
-def test_tests_packages_tables_empty_files_and_copies_are_left_out(corpus_folder):
+def test_tests_packages_tables_empty_files_and_copies_are_excluded(corpus_folder):
     corpus = load_corpus(corpus_folder)
     names = corpus.train_files + corpus.held_out_files
     assert len(names) == 61
@@ -32,7 +32,7 @@ def test_tests_packages_tables_empty_files_and_copies_are_left_out(corpus_folder
     assert not any(part in name for name in names for part in ("test", "site-packages", "encodings", "empty"))
 
 
-def test_the_split_is_the_same_every_time_and_one_more_file_moves_none(corpus_folder, tmp_path):
+def test_the_split_is_deterministic_and_a_new_file_moves_no_other(corpus_folder, tmp_path):
     first, again = load_corpus(corpus_folder), load_corpus(corpus_folder)
     assert first.held_out_files == again.held_out_files
     assert first.fingerprint == again.fingerprint

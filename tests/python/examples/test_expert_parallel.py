@@ -44,7 +44,7 @@ def train(folder, steps, capsys):
     return [int(line.split()[1]) for line in printed.out.splitlines()], printed.err
 
 
-def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path, capsys):
+def test_a_damaged_newest_checkpoint_is_skipped(tmp_path, capsys):
     assert train(tmp_path, 2, capsys) == ([0, 1], "")
     assert train(tmp_path, 3, capsys) == ([2], "")
     shutil.rmtree(tmp_path / "3")
@@ -61,7 +61,7 @@ def test_a_damaged_newest_checkpoint_is_passed_over(tmp_path, capsys):
         train(tmp_path, 3, capsys)
 
 
-def test_a_checkpoint_folder_that_can_not_be_is_an_error(tmp_path, capsys):
+def test_a_checkpoint_folder_that_cannot_be_created_is_an_error(tmp_path, capsys):
     (tmp_path / "file").write_text("mine")
     with pytest.raises(RunError, match=r"^--checkpoint: got \S+/file, expected a folder to write to: "):
         train(tmp_path / "file", 1, capsys)

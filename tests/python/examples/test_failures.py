@@ -30,8 +30,8 @@ def copy(trained, tmp_path):
     return dataclasses.replace(trained.options, out=tmp_path / "copy")
 
 
-def told_by_main(options, capsys, *more):
-    """The command's last line, which is its only line of error."""
+def error_of_main(options, capsys, *more):
+    """The only error line of the command, which is its last one."""
     assert main([*command(options)[0][3:], *more]) == 2
     error = capsys.readouterr().err
     assert "Traceback" not in error
@@ -57,7 +57,7 @@ def lose_history(checkpoint):
 
 
 @pytest.mark.parametrize("damage", [truncate, empty, lose_history])
-def test_a_damaged_newest_checkpoint_is_passed_over_and_kept(trained, copy, damage, capsys):
+def test_a_damaged_newest_checkpoint_is_skipped_and_renamed(trained, copy, damage, capsys):
     checkpoints = copy.out / "checkpoints"
     damage(checkpoints / "10")
     resumed = train_until(copy, 10)
@@ -75,7 +75,7 @@ def test_without_a_complete_checkpoint_fresh_is_the_advice(copy, capsys):
     for step in ("5", "10"):
         truncate(checkpoints / step)
     (checkpoints / "damaged_3").mkdir()
-    told = told_by_main(copy, capsys)
+    told = error_of_main(copy, capsys)
     assert f"could not read any checkpoint in {checkpoints} (step 10: " in told and "; step 5: " in told
     assert told.endswith("--fresh starts over.")
     assert train_until(copy, 2, "fresh").done == 2
@@ -83,12 +83,12 @@ def test_without_a_complete_checkpoint_fresh_is_the_advice(copy, capsys):
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b"\xff"])
-def test_options_that_can_not_be_read_are_an_error(copy, content, capsys):
+def test_options_that_cannot_be_read_are_an_error(copy, content, capsys):
     file = copy.out / "config.json"
     file.unlink()
     if content is not None:
         file.write_bytes(content)
-    told = told_by_main(copy, capsys)
+    told = error_of_main(copy, capsys)
     assert f"{file}: expected the options of the run" in told and told.endswith("--fresh starts over")
 
 
@@ -107,21 +107,21 @@ def test_a_save_that_fails_loses_no_checkpoint(trained, options):
     folder = RunFolder(options.out)
     run = Run.begin(options, "auto", load_corpus(options.corpus), folder)
 
-    def save_in_vain(step):
+    def failing_save(step):
         with files_of_at_most(1 << 15), pytest.raises(RunError) as error:
             run.train(StopAfter(run, step))
         return str(error.value)
 
-    told = save_in_vain(1)
+    told = failing_save(1)
     assert told.startswith(f"could not save the checkpoint of step 1 in {options.out}/checkpoints: ")
     assert told.endswith("; there is no earlier one")
     run.train(StopAfter(run, 5))
-    assert save_in_vain(6).endswith("; the checkpoint of step 5 is complete, and the same command resumes from it")
+    assert failing_save(6).endswith("; the checkpoint of step 5 is complete, and the same command resumes from it")
     folder.close()
     assert_same(train_until(options, 10, "resume"), trained)
 
 
-def test_options_that_can_not_be_written_leave_none_in_part(options):
+def test_a_failed_write_of_the_options_leaves_no_partial_file(options):
     folder = RunFolder(options.out)
     with files_of_at_most(100), pytest.raises(RunError, match=r"--out: could not write .*config\.json: OSError"):
         folder.write_config({"text": "x" * 10_000})
@@ -129,15 +129,15 @@ def test_options_that_can_not_be_written_leave_none_in_part(options):
     assert not (options.out / "config.json").exists()
 
 
-def test_a_report_that_can_not_be_written_is_an_error(copy, capsys):
+def test_a_report_that_cannot_be_written_is_an_error(copy, capsys):
     (copy.out / "loss.png").mkdir()
-    assert "could not write the report of 40 steps, all saved: IsADirectoryError: " in told_by_main(copy, capsys)
+    assert "could not write the report of 40 steps, all saved: IsADirectoryError: " in error_of_main(copy, capsys)
 
 
 @pytest.mark.parametrize("below", ["file", "file/out", "/proc/out"])
-def test_an_out_folder_that_can_not_be_is_an_error(options, below, tmp_path, capsys):
+def test_an_out_folder_that_cannot_be_created_is_an_error(options, below, tmp_path, capsys):
     (tmp_path / "file").write_text("mine")
     out = tmp_path / below
-    told = told_by_main(dataclasses.replace(options, out=out), capsys)
+    told = error_of_main(dataclasses.replace(options, out=out), capsys)
     assert told.startswith(f"byte_lm: --out: got {out}, expected a folder to write to: ")
     assert (tmp_path / "file").read_text() == "mine"

@@ -36,7 +36,7 @@ def arrays_in(file):
         return dict(arrays)
 
 
-def held_here(options, steps):
+def state_on_one_device(options, steps):
     """{name: array} of a run's state at that step on this process's one device."""
     return arrays_of(train_until(dataclasses.replace(options, mesh=""), steps))
 
@@ -49,7 +49,7 @@ def assert_same_bits(got, want):
 
 
 def assert_close(got, want, rtol, atol):
-    """Equal up to the rounding of sums over devices: `atol` is relative to an array's largest element."""
+    """Asserts equality up to the rounding of sums over devices; `atol` is relative to an array's largest element."""
     assert got.keys() == want.keys()
     for name, array in want.items():
         if name == "history.train_bits":
@@ -90,7 +90,7 @@ def test_restored_state_has_the_saved_bits(first_steps, read_on_mesh, tmp_path):
         assert len(moments) == 2 * len([name for name in held if name.startswith("state.params")])
         assert held["state.step"] == len(held["history.train_bits"]) == 4
         assert all(held[name].any() for name in moments)
-        assert_same_bits(held_here(copy_of(options, tmp_path), 4), held)
+        assert_same_bits(state_on_one_device(copy_of(options, tmp_path), 4), held)
         assert_same_bits(read, held)
 
 
@@ -100,9 +100,9 @@ def test_checkpoints_move_between_one_device_and_four(first_steps, read_on_mesh,
 
     one_then_four = read_on_mesh[1]
     assert json.loads((one_then_four.out / "summary.json").read_text())["finished"]
-    want = held_here(copy_of(one, tmp_path), 8)
-    assert_close(held_here(one_then_four, 8), want, 1e-3, 1e-3)
-    assert_close(held_here(copy_of(four, tmp_path), 8), want, 1e-3, 1e-3)
+    want = state_on_one_device(copy_of(one, tmp_path), 8)
+    assert_close(state_on_one_device(one_then_four, 8), want, 1e-3, 1e-3)
+    assert_close(state_on_one_device(copy_of(four, tmp_path), 8), want, 1e-3, 1e-3)
 
 
 @pytest.mark.parametrize(

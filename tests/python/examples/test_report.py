@@ -18,7 +18,7 @@ def test_shares_are_multiples_of_the_mean_load_of_their_layer():
     np.testing.assert_allclose(shares(loads, 2)[1], [[0.5, 1], [1.5, 1]])
 
 
-def test_smoothing_is_the_mean_of_the_neighbours_that_there_are():
+def test_smoothing_is_the_mean_of_the_existing_neighbours():
     np.testing.assert_allclose(smooth(np.array([3.0, 1.0, 2.0, 6.0]), 1), [2, 2, 3, 4])
     np.testing.assert_allclose(smooth(np.array([3.0, 1.0]), 0), [3, 1])
 
@@ -35,13 +35,13 @@ def test_the_table_says_on_which_side_of_the_trigram_the_model_is():
     assert "50.0% above the trigram" in table(Comparison(1000, 3.0, 2.0), 3)
 
 
-def test_active_parameters_are_all_but_those_of_the_experts_not_taken(options):
+def test_active_parameters_exclude_unselected_experts(options):
     params = jax.eval_shape(Program.of(options).init).params
     total, active = count_parameters(options, params)
     assert total == sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
     moe = params["blocks"][0]["moe"]
-    of_all_experts = math.prod(moe["w_in"].get_value().shape) + math.prod(moe["w_out"].get_value().shape)
-    assert total - active == options.layers * of_all_experts * (options.experts - options.topk) // options.experts
+    expert_parameters = math.prod(moe["w_in"].get_value().shape) + math.prod(moe["w_out"].get_value().shape)
+    assert total - active == options.layers * expert_parameters * (options.experts - options.topk) // options.experts
 
 
 def test_several_runs_are_plotted_in_one_figure(tmp_path, capsys):

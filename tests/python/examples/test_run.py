@@ -177,7 +177,7 @@ def test_a_text_is_continued_as_the_sample_of_the_run(finished, capsys):
         ("--prompt=", "--prompt: got '', expected at least one byte"),
     ],
 )
-def test_a_text_that_can_not_be_continued_is_an_error(argument, message, capsys):
+def test_a_text_that_cannot_be_continued_is_an_error(argument, message, capsys):
     try:
         status = generate([argument])
     except SystemExit as exit_:
@@ -187,7 +187,7 @@ def test_a_text_that_can_not_be_continued_is_an_error(argument, message, capsys)
 
 
 @pytest.mark.parametrize("terminal", [False, True])
-def test_progress_is_a_line_each_in_a_log_and_a_bar_on_a_terminal(terminal, monkeypatch):
+def test_progress_is_lines_in_a_log_and_a_bar_on_a_terminal(terminal, monkeypatch):
     monkeypatch.setattr(progress, "IN_LOG", 0)
     written = io.StringIO()
     written.isatty = lambda: terminal
@@ -232,7 +232,7 @@ def test_another_corpus_than_the_saved_one_is_an_error(copy_of_finished, tmp_pat
         run(dataclasses.replace(copy_of_finished, corpus=tmp_path / "text"))
 
 
-def test_more_steps_go_on(finished, copy_of_finished):
+def test_a_larger_number_of_steps_continues_the_run(finished, copy_of_finished):
     longer = train_until(dataclasses.replace(copy_of_finished, steps=42), 42)
     assert longer.done == 42
     assert longer.history.train_bits[:40] == finished[0].history.train_bits

@@ -1,4 +1,4 @@
-"""The example that trains a transformers model with its own experts and with ours."""
+"""The example that trains a Transformers model with its own experts and with anabranch's."""
 
 import json
 import re
@@ -66,6 +66,6 @@ def test_errors_name_the_argument(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "no such model"}))
     assert refused(f"--model={tmp_path}").startswith(f"--model: could not make {tmp_path}")
     written(tmp_path, vocab_size=100)
-    assert refused(f"--model={tmp_path}").startswith("--model: got one of 100 tokens, expected more than ")
+    assert refused(f"--model={tmp_path}").startswith("--model: got a vocabulary of 100, expected more than ")
     assert refused("--beside=none").startswith("--beside: got none, expected one of default, eager, ")
     assert refused("--device=abacus").startswith("--device: could not use abacus: RuntimeError")

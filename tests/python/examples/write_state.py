@@ -1,7 +1,7 @@
 """Starts or resumes runs, trains them and writes their state: `write_state.py JOBS`, a list in JSON.
 
-A job is [command line options, last step, file for the arrays or null]; without a file the run is finished with its
-report.
+A job is [command line options, last step, file for the arrays or null]. Without a file, the run is finished and writes
+its report.
 """
 
 import json
@@ -14,7 +14,7 @@ from byte_lm.checkpoint import RunFolder
 from byte_lm.data import load_corpus
 from byte_lm.options import Options, parse
 from byte_lm.train import Run
-from mesh import ask_for_devices, make_mesh, parse_mesh
+from mesh import make_mesh, parse_mesh, request_devices
 
 
 class StopAfter:
@@ -57,7 +57,7 @@ def main() -> None:
     jobs = json.loads(sys.argv[1])
     parsed = [(*parse(arguments), steps, file) for arguments, steps, file in jobs]
     sizes = parse_mesh(parsed[0][0].mesh)
-    ask_for_devices(sizes)
+    request_devices(sizes)
     with jax.set_mesh(make_mesh(sizes)):
         for job in parsed:
             do(*job)

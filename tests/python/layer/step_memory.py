@@ -1,4 +1,4 @@
-"""Peak memory of one training step of the layer, against what its tensors need."""
+"""Peak memory of one training step of the layer, compared with the size of its tensors."""
 
 import ctypes
 import gc
@@ -27,8 +27,8 @@ def step_peak(T: int, E: int, K: int, D: int, F: int, dtype: str) -> tuple[int, 
     """Runs one gradient step of a layer in this process.
 
     Returns:
-      (peak, bound) in bytes: the peak of the resident memory over what the process held without the operands, and the
-      sum of weights, x, their gradients, h and two row buffers. The peak has some MiB a thread of scratch on top.
+      (peak, bound) in bytes: the peak of the resident memory, less that of the process without the operands, and the
+      sum of weights, x, their gradients, h and two row buffers. The peak includes some MiB of scratch per thread.
     """
     size = jnp.dtype(dtype).itemsize
     rng = np.random.default_rng(0)
@@ -44,14 +44,14 @@ def step_peak(T: int, E: int, K: int, D: int, F: int, dtype: str) -> tuple[int, 
 
     compiled = jax.jit(step).lower({n: jax.ShapeDtypeStruct(s, dtype) for n, s in shapes.items()}).compile()
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what compiling left on the heap must not serve the step
+    ctypes.CDLL(None).malloc_trim(0)  # the step must not use memory that compilation left on the heap
     before = _status("VmRSS")
     arrays = {n: jnp.asarray(rng.standard_normal(s, np.float32) / np.sqrt(s[-1]), dtype) for n, s in shapes.items()}
     jax.block_until_ready(arrays)
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     with open("/proc/self/clear_refs", "w") as clear:
-        clear.write("5")  # the peak starts from here
+        clear.write("5")  # resets the peak
     jax.block_until_ready(compiled(arrays))
     peak = _status("VmHWM") - before
 
@@ -62,8 +62,8 @@ def step_peak(T: int, E: int, K: int, D: int, F: int, dtype: str) -> tuple[int, 
 
 
 def measure(T: int, E: int, K: int, D: int, F: int, dtype: str) -> tuple[int, int]:
-    """`step_peak` on two threads, in a process of its own, whose heap holds nothing else."""
-    # Else glibc keeps much of what has been freed, more or less of it from run to run: with 4 MiB, up to 20 MiB of it.
+    """`step_peak` on two threads in a process of its own, whose heap contains nothing else."""
+    # With a larger threshold glibc retains freed memory, a varying amount per run: up to 20 MiB with 4 MiB.
     environment = os.environ | {"OMP_NUM_THREADS": "2", "MALLOC_MMAP_THRESHOLD_": str(256 << 10)}
     command = [sys.executable, __file__, *map(str, (T, E, K, D, F)), dtype]
     result = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)

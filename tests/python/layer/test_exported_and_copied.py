@@ -21,7 +21,7 @@ LAYERS = {
 }  # fmt: skip
 
 
-def made(name, **options):
+def make_layer(name, **options):
     torch.manual_seed(0)
     return ab.MoE(D, F, num_experts=E, topk=K, **LAYERS[name], **options)
 
@@ -54,7 +54,7 @@ LOSES_SYMBOLS = pytest.mark.skipif(
 @pytest.mark.parametrize("strict", [pytest.param(False, marks=LOSES_SYMBOLS), True])
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_is_exported_for_any_number_of_tokens(name, strict):
-    layer = made(name).eval()
+    layer = make_layer(name).eval()
     dynamic = ({0: Dim("B", min=2, max=2**20), 1: Dim("S", min=2, max=2**10)},)
     check_export(layer, (normal(2, 3, D),), (normal(5, 7, D),), dynamic, strict)
 
@@ -96,7 +96,7 @@ def test_operations_are_exported_for_any_number_of_tokens(strict):
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_a_layer_is_summarised_and_copied(name):
-    layer, x, seen = made(name), normal(3, 4, D), []
+    layer, x, seen = make_layer(name), normal(3, 4, D), []
     parents = torch.nn.Sequential(layer)
     hooks = [
         module.register_forward_hook(lambda module, _, output: seen.append((module, tensors(output)[0].shape)))

@@ -40,7 +40,7 @@ def loss(*arrays, **options):
     return jnp.sum(jnp.sin(layer(*arrays, **options)))
 
 
-def test_every_product_of_a_step_has_the_options_and_matrices_are_quantised_once_a_pass():
+def test_every_gemm_of_a_step_has_the_options_and_weights_are_quantised_once_per_pass():
     step = calls(jax.value_and_grad(loss, (0, 1, 2, 3)), *OPERANDS)
     assert {(precision, scales) for name, precision, scales in step if name.startswith("q")} == {(None, 1)}
     products = [call for call in step if not call[0].startswith("q")]
@@ -72,7 +72,7 @@ def test_no_gradient_runs_through_quantised_experts():
         jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-def test_vmap_is_one_slice_after_another():
+def test_vmap_runs_slice_by_slice():
     x = np.stack([OPERANDS[0], OPERANDS[0][::-1]])
     got = jax.vmap(layer, (0, None, None, None))(x, *OPERANDS[1:])
     for slices, want in zip(got, x, strict=True):
@@ -106,7 +106,7 @@ def test_the_block_of_linen_and_its_shared_expert():
     np.testing.assert_array_equal(block.apply(variables, x, quantized=quantized)[0], want)
 
 
-def test_products_without_experts_weights_have_no_fp8():
+def test_gemms_without_experts_weights_refuse_fp8():
     x, w_in, w_out = jnp.ones([2, 128]), jnp.ones([128, 2, 128]), jnp.ones([128, 128])
     with pytest.raises(ValueError, match="precision: got 'fp8', expected one of 'highest', 'tf32'"):
         ab.shared_expert(x, w_in, w_out, precision="fp8")

@@ -14,14 +14,14 @@ T, E, K, D, F = 24, 3, 2, 128, 256
 FP8 = dict(precision="fp8", fp8_scales="power_of_two")
 
 
-def made(**options):
+def make_layer(**options):
     torch.manual_seed(0)
     return ab.MoE(D, F, num_experts=E, topk=K, **FP8, **options)
 
 
 def test_the_module_and_its_shared_expert():
     for interleaved in (False, True):
-        module, x = made(shared_features=40, interleaved=interleaved), torch.randn(T, D)
+        module, x = make_layer(shared_features=40, interleaved=interleaved), torch.randn(T, D)
         got = module(x).output
         halves = (E, F, 2, D) if interleaved else (E, 2, F, D)
         layouts = dict(w_in_layout="fpd" if interleaved else "pfd", w_out_layout="df")
@@ -43,7 +43,7 @@ def test_module_errors():
         ab.MoE(D, F, num_experts=E, topk=K).quantized()
     with pytest.raises(ValueError, match="precision: got 'fp8', expected one of 'highest', 'tf32'"):
         ab.shared_expert(torch.ones(2, D), torch.ones(D, 2, F), torch.ones(F, D), precision="fp8")
-    assert "precision='fp8', fp8_scales='power_of_two'" in repr(made())
+    assert "precision='fp8', fp8_scales='power_of_two'" in repr(make_layer())
 
 
 @only_torch
@@ -54,7 +54,7 @@ def test_a_group_of_ranks(platform, transport):
     arrays = routed_operands(40, 4, 2, D, F, dtype="bfloat16", bias=True)
     options = dict(activation="silu", fp8_scales="float32", weight_early=transport == "ring")
     if platform == "gpu":
-        pytest.skip("gloo takes no tensors of a GPU")
+        pytest.skip("Gloo does not support GPU tensors")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         given = (
@@ -71,7 +71,7 @@ def test_a_group_of_ranks(platform, transport):
 def test_compiled_gradients_are_eager_ones():
     found = []
     for compiled in (False, True):
-        module, x = made(), torch.randn(T, D, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        module, x = make_layer(), torch.randn(T, D, generator=torch.Generator().manual_seed(1)).requires_grad_()
         function = torch.compile(module, fullgraph=True, backend="aot_eager") if compiled else module
         function(x, quantized=module.quantized()).output.sin().sum().backward()
         found.append([x.grad, *(parameter.grad for parameter in module.parameters())])

@@ -35,7 +35,7 @@ def quantized_of(arrays, **options):
     ],
 )
 def test_the_layer_after_the_router(platform, dtype, fp8_scales, weight_early, layouts):
-    """Also with repeated experts, -1 and an expert without tokens; 16-bit layers have float32 matrices."""
+    """The cases include repeated experts, -1 and an expert without tokens; 16-bit layers have float32 matrices."""
     arrays = routed_operands(60, 5, 2, 256, 128, dtype=fp8.rows_dtype(platform, dtype), bias=True)
     arrays["experts"] = np.where(arrays["experts"] == 3, 4, arrays["experts"])
     for name in ("w_in", "w_out"):
@@ -60,7 +60,7 @@ def test_the_whole_layer(platform):
     want = reference.moe_backward(*main, *cotangents, **options, **settings, fp8_scales="float32")
     found = reference.moe(*main, **options, **settings, fp8_scales="float32")
     got = {name: np.asarray(array) for name, array in gradients.items()} | {"output": np.asarray(result.output)}
-    of_experts = dict(activation="silu", fp8_scales="float32")
+    experts_options = dict(activation="silu", fp8_scales="float32")
     d_output, weights = cotangents[0], np.asarray(result.weights, np.float32)
     assert_layer(
         arrays,
@@ -69,7 +69,7 @@ def test_the_whole_layer(platform):
         d_output,
         got,
         want | {"output": found.output},
-        of_experts,
+        experts_options,
         platform,
     )
     # The router's cotangent d_w = <da', a> does not pass through an e4m3 rounding that a sum could tip.
@@ -91,7 +91,7 @@ def test_experts_that_are_quantised_before_give_the_same_bits(gradients):
         np.testing.assert_array_equal(np.asarray(again[name]), np.asarray(gradient), err_msg=name)
 
 
-def test_what_is_refused():
+def test_bad_arguments_are_refused():
     arrays = operands(6, 2, 1, 128, 128)
     quantized, kind = quantized_of(arrays), torch.QuantizedExperts if in_torch() else QuantizedExperts
     assert type(quantized) is kind

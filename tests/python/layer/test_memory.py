@@ -20,8 +20,8 @@ def test_peak_of_a_training_step(shape, dtype):
     assert peak <= bound + 32 * MIB, f"peak {peak / MIB:.0f} MiB, bound {bound / MIB:.0f} MiB"
 
 
-def test_xla_keeps_h():
-    """By XLA's memory analysis only h has a buffer of its own; a and w a share buffers with gradients."""
+def test_only_h_has_a_buffer_of_its_own():
+    """XLA's memory analysis shows a buffer for h; a and w a share buffers with gradients."""
     T, E, K, D, F = 1024, 8, 2, 256, 256
     gate = jnp.asarray(np.random.default_rng(0).standard_normal((D, E)), jnp.float32)
 

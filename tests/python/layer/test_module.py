@@ -24,7 +24,7 @@ def normal(*shape, seed=0):
     return torch.tensor(np.random.default_rng(seed).standard_normal(shape), dtype=torch.float32)
 
 
-def made(**options):
+def make_layer(**options):
     """A layer with random parameters, biases included."""
     torch.manual_seed(0)
     layer = MoE(D, F, E, K, **options)
@@ -54,12 +54,12 @@ def assert_same(got, want):
     torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
-# ---------------------------------------------------------------- what it computes
+# ---------------------------------------------------------------- results
 
 
 def test_vmap_counts_every_slice_once():
     x = normal(3, 5, D)
-    layer, again = made(**BIASED), made(**BIASED)
+    layer, again = make_layer(**BIASED), make_layer(**BIASED)
     torch.func.vmap(lambda x: layer(x).output)(x)
     for slice_ in x:
         again(slice_)
@@ -67,8 +67,8 @@ def test_vmap_counts_every_slice_once():
     assert layer.tokens_per_expert.sum() == 3 * 5 * K
 
 
-def test_a_weight_that_is_parametrised_is_of_the_experts():
-    layer = made()
+def test_a_parametrised_weight_is_an_expert_parameter():
+    layer = make_layer()
     torch.nn.utils.parametrizations.weight_norm(layer, "down_proj")
     assert set(layer.expert_parameters()) == {
         "gate_up_proj", "parametrizations.down_proj.original0", "parametrizations.down_proj.original1",
@@ -134,7 +134,7 @@ def functional(layer, x, options, **given):
     ids=str,
 )
 def test_the_layer_is_moe_on_its_parameters(options):
-    layer, x = made(**options), normal(3, 7, D)
+    layer, x = make_layer(**options), normal(3, 7, D)
     mask = torch.arange(21).reshape(3, 7) % 5 > 0
     got, got_gradients = gradients(layer, x, token_mask=mask)
     leaf = x.clone().requires_grad_()
@@ -155,7 +155,7 @@ def test_the_layer_is_moe_on_its_parameters(options):
 
 
 def test_a_masked_token_may_hold_nan():
-    layer, mask = made(shared_features=8, shared_gate=True, use_gate_bias=True), torch.arange(7) != 2
+    layer, mask = make_layer(shared_features=8, shared_gate=True, use_gate_bias=True), torch.arange(7) != 2
     nan, zero = normal(7, D), normal(7, D)
     nan[2], zero[2] = math.nan, 0
     assert_same(gradients(layer, nan, token_mask=mask), gradients(layer, zero, token_mask=mask))
@@ -163,7 +163,7 @@ def test_a_masked_token_may_hold_nan():
 
 def test_any_selection_is_replayed():
     for options in (BIASED, QUANTILE, dict(BIASED, num_groups=3, group_topk=2)):
-        layer, x = made(**options), normal(9, D)
+        layer, x = make_layer(**options), normal(9, D)
         want, want_gradients = gradients(layer.eval(), x)
         got, got_gradients = gradients(layer, x, forced_experts=want.experts)
         assert got.qb_histogram is None
@@ -194,7 +194,7 @@ def test_parameters_start_at_the_fan_in_of_one_expert():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_gradients_of_float32_parameters_are_not_rounded(dtype):
-    layer = made(dtype=dtype, use_bias=True, shared_features=8, shared_gate=True)
+    layer = make_layer(dtype=dtype, use_bias=True, shared_features=8, shared_gate=True)
     result, found = gradients(layer, normal(40, D))
     assert result.output.dtype == dtype
     assert {gradient.dtype for gradient in found.values()} == {torch.float32}
@@ -204,7 +204,7 @@ def test_gradients_of_float32_parameters_are_not_rounded(dtype):
 
 def test_autocast_is_the_layer_in_its_dtype(device):
     layer, x = (
-        made(use_bias=True, use_gate_bias=True, shared_features=8, shared_gate=True, z_loss_coeff=0.1),
+        make_layer(use_bias=True, use_gate_bias=True, shared_features=8, shared_gate=True, z_loss_coeff=0.1),
         normal(9, D),
     )
     with torch.autocast(device, torch.bfloat16):
@@ -218,7 +218,7 @@ def test_autocast_is_the_layer_in_its_dtype(device):
 
 
 def test_parameters_of_another_dtype_than_the_tokens(device):
-    layer, x = made(use_bias=True, shared_features=8), normal(9, D)
+    layer, x = make_layer(use_bias=True, shared_features=8), normal(9, D)
     layer.to(torch.bfloat16)
     got = layer(x)
     want = copy.deepcopy(layer).float()(x)
@@ -233,17 +233,17 @@ def test_parameters_of_another_dtype_than_the_tokens(device):
 
 
 def test_the_expert_bias_is_state_and_no_parameter():
-    layer = made(**BIASED)
+    layer = make_layer(**BIASED)
     assert "expert_bias" in layer.state_dict() and "expert_bias" not in dict(layer.named_parameters())
     assert not [name for name in layer.state_dict() if "tokens" in name]
-    assert "expert_bias" not in made().state_dict()
+    assert "expert_bias" not in make_layer().state_dict()
     value = layer.expert_bias.clone()
     for moved in (layer.to(torch.bfloat16), layer.half(), layer.double()):
         assert_same(moved.expert_bias, value)
 
 
 def test_the_expert_bias_moves_by_what_was_counted_in_training():
-    layer, x = made(**BIASED), [normal(30, D, seed=seed) for seed in (1, 2)]
+    layer, x = make_layer(**BIASED), [normal(30, D, seed=seed) for seed in (1, 2)]
     layer.eval()(x[0])
     assert not layer.tokens_per_expert.any()
     layer.train()
@@ -266,7 +266,7 @@ def test_the_expert_bias_moves_by_what_was_counted_in_training():
 
 
 def test_updates_balance_the_load():
-    layer, x = made(**BIASED), normal(64, D)
+    layer, x = make_layer(**BIASED), normal(64, D)
     layer.expert_bias.copy_(torch.tensor([1.0, 0, 0, 0, 0, 0]))
 
     def spread():
@@ -280,7 +280,7 @@ def test_updates_balance_the_load():
 
 
 def test_quantile_balancing_sets_the_bias():
-    layer, x = made(**QUANTILE), [normal(40, D, seed=seed) for seed in (1, 2)]
+    layer, x = make_layer(**QUANTILE), [normal(40, D, seed=seed) for seed in (1, 2)]
     before = layer.expert_bias.clone()
     layer.update_quantile_bias()
     assert_same(layer.expert_bias, before)  # nothing was counted
@@ -292,10 +292,10 @@ def test_quantile_balancing_sets_the_bias():
 
 def test_updates_refuse_wrong_arguments():
     with pytest.raises(ValueError, match="update_expert_bias: got a layer without"):
-        made(**QUANTILE).update_expert_bias()
+        make_layer(**QUANTILE).update_expert_bias()
     with pytest.raises(ValueError, match="update_quantile_bias: got a layer without quantile balancing"):
-        made(**BIASED).update_quantile_bias()
-    layer = made(**BIASED)
+        make_layer(**BIASED).update_quantile_bias()
+    layer = make_layer(**BIASED)
     before = layer.expert_bias.clone()
     wrong = (torch.tensor(1), torch.ones(2), torch.ones((), device="meta"))
     wrong += tuple(torch.tensor(value, dtype=torch.bfloat16, device="cpu") for value in (math.nan, math.inf, -1.0))
@@ -306,11 +306,11 @@ def test_updates_refuse_wrong_arguments():
         with pytest.raises(TypeError, match=re.escape("group: got ")):
             layer.update_expert_bias(group=group)
         with pytest.raises(TypeError, match=re.escape("group: got ")):
-            made(**QUANTILE).update_quantile_bias(group)
+            make_layer(**QUANTILE).update_quantile_bias(group)
     assert_same(layer.expert_bias, before)
 
 
-def test_torch_finds_nothing_wrong_with_counting():
+def test_counting_passes_opcheck():
     torch.library.opcheck(add_counts, (torch.arange(4), torch.arange(4, dtype=torch.int32)))
 
 
@@ -321,9 +321,9 @@ BOTH_COUNTS = dict(QUANTILE, use_expert_bias=True, aux_loss_coeff=0.1, shared_fe
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpoints_count_tokens_once(reentrant):
-    x, layer = normal(9, D), made(**BOTH_COUNTS)
+    x, layer = normal(9, D), make_layer(**BOTH_COUNTS)
     want, want_gradients = gradients(layer, x)
-    again = made(**BOTH_COUNTS)
+    again = make_layer(**BOTH_COUNTS)
     leaf = x.clone().requires_grad_()
     result = MoEOutput(*checkpoint(again, leaf, use_reentrant=reentrant))  # the reentrant kind returns a plain tuple
     loss_of(result).backward()
@@ -336,7 +336,7 @@ def test_checkpoints_count_tokens_once(reentrant):
 @pytest.mark.parametrize("where", ["outside", "inside"])
 def test_compiled_checkpoints_count_tokens_once(where):
     torch._dynamo.reset()
-    x, layer = normal(9, D).requires_grad_(), made(**BOTH_COUNTS)
+    x, layer = normal(9, D).requires_grad_(), make_layer(**BOTH_COUNTS)
 
     def saved(x, layer=layer):
         return checkpoint(layer, x, use_reentrant=False)
@@ -352,9 +352,9 @@ def test_compiled_checkpoints_count_tokens_once(where):
 
 def test_compiled_in_training():
     torch._dynamo.reset()
-    x, layer = normal(9, D), made(**BOTH_COUNTS)
+    x, layer = normal(9, D), make_layer(**BOTH_COUNTS)
     want, want_gradients = gradients(layer, x)
-    again = made(**BOTH_COUNTS)
+    again = make_layer(**BOTH_COUNTS)
     compiled = torch.compile(again, fullgraph=True)
     got, got_gradients = gradients(compiled, x)
     assert_same(again.tokens_per_expert, layer.tokens_per_expert)
@@ -370,7 +370,7 @@ def test_compiled_in_training():
 
 def test_compiled_for_any_number_of_tokens():
     torch._dynamo.reset()
-    layer, again = made(**BOTH_COUNTS), made(**BOTH_COUNTS)
+    layer, again = make_layer(**BOTH_COUNTS), make_layer(**BOTH_COUNTS)
     compiled = torch.compile(again, fullgraph=True, dynamic=True, backend="aot_eager")
     for tokens in (9, 5, 16):
         want, want_gradients = gradients(layer, normal(tokens, D))
@@ -383,7 +383,7 @@ def test_compiled_for_any_number_of_tokens():
 
 
 def test_functional_call_of_torch_func():
-    layer, x = made(aux_loss_coeff=0.1), normal(9, D)
+    layer, x = make_layer(aux_loss_coeff=0.1), normal(9, D)
     parameters = {name: value.detach() for name, value in layer.named_parameters()}
     got = torch.func.grad(lambda p: loss_of(torch.func.functional_call(layer, p, (x,))))(parameters)
     _, want = gradients(layer, x)
@@ -393,7 +393,7 @@ def test_functional_call_of_torch_func():
 @pytest.mark.skipif(torch.__version__ < (2, 10), reason="torch 2.9 exports few dynamic shapes non-strictly")
 def test_exported_for_any_number_of_tokens():
     """A program exported in training mode updates the counts as the layer does."""
-    layer, again = made(**BIASED), made(**BIASED)
+    layer, again = make_layer(**BIASED), make_layer(**BIASED)
     tokens = torch.export.Dim("tokens", min=2, max=64)
     program = torch.export.export(again, (normal(9, D),), dynamic_shapes={"x": {0: tokens}}, strict=False).module()
     for T in (9, 5):
@@ -408,14 +408,14 @@ def whole(**options):
     return dict(QUANTILE, use_bias=True, use_gate_bias=True, shared_features=8, shared_gate=True) | options
 
 
-def test_the_state_dict_is_all_there_is():
-    layer, other, x = made(**whole()), MoE(D, F, E, K, **whole()), normal(9, D)
+def test_the_state_dict_contains_the_whole_state():
+    layer, other, x = make_layer(**whole()), MoE(D, F, E, K, **whole()), normal(9, D)
     assert set(layer.state_dict()) == {
         *("gate.weight", "gate.bias", "gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"),
         *("shared_expert.gate_up_proj", "shared_expert.down_proj", "shared_expert_gate.weight"),
         "expert_bias",
     }
-    assert set(made(gated=False, use_bias=True).state_dict()) == {
+    assert set(make_layer(gated=False, use_bias=True).state_dict()) == {
         *("gate.weight", "up_proj", "up_proj_bias", "down_proj", "down_proj_bias")
     }
     other.load_state_dict(layer.state_dict())
@@ -423,7 +423,7 @@ def test_the_state_dict_is_all_there_is():
 
 
 def test_copies_count_for_themselves():
-    layer, x = made(**whole(use_expert_bias=True)), normal(9, D)
+    layer, x = make_layer(**whole(use_expert_bias=True)), normal(9, D)
     want = layer(x)
     stored = io.BytesIO()
     torch.save(layer, stored)
@@ -434,7 +434,7 @@ def test_copies_count_for_themselves():
     assert_same(layer.tokens_per_expert, want.tokens_per_expert.long())
 
 
-def test_made_without_memory_and_filled_afterwards(device):
+def test_created_on_meta_and_filled_afterwards(device):
     options = whole(use_expert_bias=True)
     layer = MoE(D, F, E, K, **options, device="meta")
     assert all(value.is_meta for value in (*layer.parameters(), *layer.buffers(), layer.tokens_per_expert))
@@ -449,8 +449,8 @@ def test_made_without_memory_and_filled_afterwards(device):
     assert_same(layer(normal(9, D)), want(normal(9, D)))
 
 
-def test_its_repr_says_what_is_not_the_default():
-    text = repr(made(**BIASED, interleaved=True, activation="swiglu_oai"))
+def test_repr_shows_options_that_are_not_the_default():
+    text = repr(make_layer(**BIASED, interleaved=True, activation="swiglu_oai"))
     assert text.startswith("MoE(\n  12, 20, num_experts=6, topk=2, ")
     for part in ("score_function='sigmoid'", "use_expert_bias=True", "interleaved=True", "activation='swiglu_oai'"):
         assert part in text
@@ -497,7 +497,7 @@ def test_bad_options_are_named(options, match):
 
 
 def test_bad_arguments_are_named():
-    layer = made()
+    layer = make_layer()
     with pytest.raises(ValueError, match=re.escape("x: got float32[3, 11], expected float32 or bfloat16 or float16 [")):
         layer(normal(3, 11))
     with pytest.raises(TypeError, match="x: got int 3"):

@@ -142,7 +142,7 @@ def offloaded(how, folder):
     if how == "layer":
         return accelerate.dispatch_model(model, {"proj": "cpu", "moe": "disk"}, **options)
     if how == "submodules":
-        with warnings.catch_warnings(action="ignore"):  # it handles modules only, and warns about parameters
+        with warnings.catch_warnings(action="ignore"):  # accelerate handles modules only, and warns about parameters
             devices = {"proj": "cpu", "moe": "cpu", "moe.gate": "disk", "moe.shared_expert": "disk"}
             return accelerate.dispatch_model(model, devices, **options)
     torch.save(model.state_dict(), folder / "pytorch_model.bin")

@@ -6,8 +6,8 @@ import torch
 
 import in_torch
 from anabranch.torch import Activation
-from module_in_torch import by_our_names, made
-from moe_cases import assert_layer, operands, wanted_layer
+from module_in_torch import make_layer, with_oracle_names
+from moe_cases import assert_layer, expected_layer, operands
 
 pytestmark = [
     pytest.mark.usefixtures("platform", "framework"),
@@ -31,7 +31,7 @@ BIASED = dict(score_function="sigmoid", use_expert_bias=True)
 def test_random_cotangents_against_the_oracle(options, dtype):
     parts = 2 if options.get("gated", True) else 1
     arrays = operands(64, E, K, D, F, parts=parts, dtype=dtype, bias=True, seed=3)
-    layer = made(arrays, E, K, **options)
+    layer = make_layer(arrays, E, K, **options)
     if layer.expert_bias is not None:
         layer.expert_bias.copy_(torch.linspace(-0.2, 0.2, E))
     x = in_torch.tensor(arrays["x"]).requires_grad_()
@@ -42,10 +42,10 @@ def test_random_cotangents_against_the_oracle(options, dtype):
     d_weights = rng.standard_normal(result.weights.shape).astype(np.float32)
     outputs = {"output": d_output, "aux_loss": d_aux, "z_loss": d_z, "weights": d_weights}
     pairs = [(getattr(result, n), in_torch.tensor(d)) for n, d in outputs.items()]
-    found = by_our_names(in_torch.pulled(pairs, {"x": x, **dict(layer.named_parameters())}), layer, options)
+    found = with_oracle_names(in_torch.gradients_of(pairs, {"x": x, **dict(layer.named_parameters())}), layer, options)
     got = {name: in_torch.array(gradient) for name, gradient in found.items()}
     settings = {n: v for n, v in options.items() if n not in ("gated", "interleaved", "use_expert_bias")} | {"topk": K}
     if layer.expert_bias is not None:
         settings["expert_bias"] = in_torch.array(layer.expert_bias)
-    wanted = wanted_layer(arrays, tuple(outputs.values()), **settings)
+    wanted = expected_layer(arrays, tuple(outputs.values()), **settings)
     assert_layer(in_torch.arrays(result), got, wanted, dtype)

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.usefixtures("device")
 D, F, E, K = 12, 20, 6, 2
 
 
-def made(**options):
+def make_layer(**options):
     torch.manual_seed(0)
     return MoE(D, F, E, K, score_function="sigmoid", **options)
 
@@ -56,7 +56,7 @@ WAYS = (assign, assign_to_a_parent, assign_float64, set_attribute, set_data, swa
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_an_update_is_not_lost_in_16_bits(way):
-    layer = made(use_expert_bias=True, balance="quantile")
+    layer = make_layer(use_expert_bias=True, balance="quantile")
     x, counts = torch.randn(9, D), torch.arange(E)
     layer(x)
     way(layer)
@@ -75,7 +75,7 @@ def test_an_update_is_not_lost_in_16_bits(way):
 
 
 def test_loading_restores_float32_at_once():
-    layer = made(use_expert_bias=True)
+    layer = make_layer(use_expert_bias=True)
     layer.expert_bias.normal_()
     want = layer.expert_bias.bfloat16().float()
     assign(layer)
@@ -84,7 +84,7 @@ def test_loading_restores_float32_at_once():
 
 def test_restoring_keeps_the_tensor_object():
     """DistributedDataParallel broadcasts the buffers that existed at its construction."""
-    layer = made(use_expert_bias=True)
+    layer = make_layer(use_expert_bias=True)
     buffer = layer.expert_bias
     set_data(layer)
     layer.update_expert_bias()
@@ -93,7 +93,7 @@ def test_restoring_keeps_the_tensor_object():
 
 def test_a_forward_pass_leaves_a_replaced_bias_as_it_is():
     """With torch.func.functional_call the state belongs to the caller."""
-    layer = made(use_expert_bias=True)
+    layer = make_layer(use_expert_bias=True)
     bias, x = torch.randn(E), torch.randn(9, D)
     given = bias.bfloat16()
     got = torch.func.functional_call(layer, {"expert_bias": given}, (x,))
@@ -104,7 +104,7 @@ def test_a_forward_pass_leaves_a_replaced_bias_as_it_is():
 
 def test_restored_in_a_compiled_update():
     torch._dynamo.reset()
-    layer, counts = made(use_expert_bias=True), torch.arange(E)
+    layer, counts = make_layer(use_expert_bias=True), torch.arange(E)
     layer.expert_bias.fill_(7.0)
     set_data(layer)
     update = torch.compile(layer.update_expert_bias, fullgraph=True, backend="eager")
@@ -165,7 +165,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("change", BROKEN, ids=lambda change: change.__name__)
 def test_state_of_another_shape_or_kind_is_refused(change):
-    layer = made(use_expert_bias=True, balance="quantile", qb_bins=10, use_bias=True)
+    layer = make_layer(use_expert_bias=True, balance="quantile", qb_bins=10, use_bias=True)
     change(layer)
     with pytest.raises((TypeError, ValueError), match=re.escape(BROKEN[change])):
         layer(torch.randn(9, D))
@@ -176,7 +176,7 @@ def test_state_of_another_shape_or_kind_is_refused(change):
 
 def test_an_update_of_a_bias_without_values_is_refused():
     """The state as offloading leaves it between forward passes."""
-    layer = made(use_expert_bias=True)
+    layer = make_layer(use_expert_bias=True)
     layer(torch.randn(9, D))
     counts = layer.tokens_per_expert.clone()
     layer.expert_bias = layer.expert_bias.to("meta")

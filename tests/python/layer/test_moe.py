@@ -135,13 +135,13 @@ def test_the_gate_is_never_rounded_to_float16():
 def test_the_common_part_of_a_float32_gates_columns_cancels():
     """The balance loss's gradients of a token's logits sum to zero, so a common part of the columns cancels in d_x.
 
-    On a GPU the gate is a sum of two bfloat16 operands, so logits are off by 2^-17 of the terms' norm, which is 25
-    here.
+    On a GPU the gate is a sum of two bfloat16 operands, so the error of the logits is 2^-17 of the terms' norm, which
+    is 25 here.
     """
     arrays = operands(331, 16, 3, 72, 8, dtype="bfloat16")
     arrays["gate"] += 3 * np.random.default_rng(4).standard_normal((72, 1)).astype(np.float32)
     arrays["w_out"] = np.zeros_like(arrays["w_out"])
-    check_layer(arrays, topk=3, aux_loss_coeff=1.0, of_weights=2**-17 * 25)
+    check_layer(arrays, topk=3, aux_loss_coeff=1.0, weights_bound=2**-17 * 25)
 
 
 @both
@@ -229,7 +229,7 @@ def test_a_masked_token_may_hold_nan():
 @pytest.mark.parametrize("wide", [("w_in",), ("w_out",), ("w_in", "w_out")])
 @pytest.mark.parametrize("weight_early", [False, True])
 def test_float32_weights_of_a_bfloat16_layer(wide, weight_early):
-    """They are multiplied as bfloat16; their gradients are the unrounded float32 sums."""
+    """float32 weights are multiplied as bfloat16; their gradients are the unrounded float32 sums."""
     arrays = operands(64, 6, 2, 24, 32, dtype="bfloat16", bias=True, skew=2.0, cold=1)
     options = {"topk": 2, "aux_loss_coeff": 0.3, "weight_early": weight_early}
 
@@ -534,8 +534,8 @@ def test_unread_rows_are_zero_under_jax_debug_nans():
             assert skips() == {"0"}
 
 
-def test_products_of_halves_have_16_bits_of_both_factors():
-    """The GPU's algorithm: a common part of the columns cancels, and the remainder is right to 2^-16 of the terms."""
+def test_matmuls_of_halves_use_16_bits_of_both_operands():
+    """Tests the GPU's algorithm: a common part of the columns cancels, and the error is at most 2^-16 of the terms."""
     rng = np.random.default_rng(2)
     a, b = rng.standard_normal((60, 40)), rng.standard_normal((30, 40)) + 100.0
     a -= a.mean(1, keepdims=True)

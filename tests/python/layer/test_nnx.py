@@ -57,7 +57,7 @@ def test_the_layer_is_moe_on_its_parameters(options):
     jax.tree.map(np.testing.assert_array_equal, layer(x), want)
 
 
-def test_layouts_lay_out_the_same_parameters():
+def test_layouts_store_the_same_parameters():
     ours = _layer(use_bias=True)
     for w_in, w_out in ((w_in, w_out) for w_in in IN_LAYOUTS for w_out in OUT_LAYOUTS):
         layer, layouts = _layer(use_bias=True, w_in_layout=w_in, w_out_layout=w_out), Layouts(w_in, w_out)
@@ -275,7 +275,7 @@ def test_it_trains():
     assert losses[-1] < 0.3 * losses[0]
 
 
-def test_the_logits_can_be_tapped():
+def test_the_logits_can_be_captured():
     layer, x = _layer(use_gate_bias=True, dtype=jnp.bfloat16), _x(2, 5, 12)
     layer.gate_bias[...] = _x(6, seed=9)
     before, state = layer(x), nnx.to_flat_state(nnx.state(layer))

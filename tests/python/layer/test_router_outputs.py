@@ -9,12 +9,12 @@ import torch
 from anabranch import jax as in_jax
 from anabranch import torch as in_torch
 from anabranch.jax.binding import ffi
-from anabranch.torch.binding import calls
+from anabranch.torch.binding import calls, define
 
 T, D, E, K, F = 37, 8, 6, 2, 4
 EXTRA = {"tokens_per_expert", "score_sum", "lse"}
 LOSSES = {"none": {}, "aux": {"aux_loss_coeff": 0.1}, "z": {"z_loss_coeff": 0.1}}
-#: Requested outputs beside weights and experts, by score function and losses: (forward alone, with a gradient) in JAX.
+#: Requested outputs besides weights and experts, by score function and losses: (forward alone, with a gradient) in JAX.
 #: torch does not know in the forward pass whether a gradient will be requested.
 ASKED = {
     ("softmax", "none"): (set(), {"lse"}),
@@ -67,9 +67,9 @@ def test_in_torch(score_function, losses, monkeypatch):
         return call(tensors, **options)
 
     monkeypatch.setattr(calls, "router_forward", spy)
-    # A shape that no other test uses, because the operation caches the layouts of earlier calls.
+    define.forget_prepared()
     x, *rest = map(torch.from_numpy, operands())
-    x = x[: T - 1 - list(ASKED).index((score_function, losses))].requires_grad_()
+    x.requires_grad_()
     out = in_torch.moe(x, *rest, topk=K, score_function=score_function, **LOSSES[losses])
     assert asked == [ASKED[score_function, losses][1]]
     (out.output.square().sum() + out.aux_loss + out.z_loss).backward()

@@ -33,7 +33,7 @@ def gradients(given, **options):
 
 
 @pytest.mark.parametrize("layouts", [Layouts(a, b) for a in IN_LAYOUTS for b in OUT_LAYOUTS], ids=str)
-def test_layouts_say_how_the_same_weights_lie(layouts):
+def test_layouts_store_the_same_weights(layouts):
     want_output, want = gradients(operands())
 
     def laid_out(name, value):

@@ -20,7 +20,7 @@ SUBMODULES = ("gate", "shared_expert", "shared_expert_gate")
 OPTIONS = dict(shared_features=S, shared_gate=True, use_gate_bias=True, aux_loss_coeff=0.1, z_loss_coeff=0.1)
 
 
-def made(**options):
+def make_layer(**options):
     torch.manual_seed(0)
     layer = MoE(D, F, E, K, **OPTIONS | options).eval()
     with torch.no_grad():
@@ -42,10 +42,9 @@ def cotangent(tensor, seed):
 
 
 def loss_of(result):
-    of_losses = 1.3 * result.aux_loss + 0.7 * result.z_loss
+    losses = 1.3 * result.aux_loss + 0.7 * result.z_loss
     return (
-        sum((t.float() * cotangent(t, i).float()).sum() for i, t in enumerate((result.output, result.weights)))
-        + of_losses
+        sum((t.float() * cotangent(t, i).float()).sum() for i, t in enumerate((result.output, result.weights))) + losses
     )
 
 
@@ -98,8 +97,8 @@ def assert_same(got, want):
     ],
 )
 def test_both_ways_give_the_same_bits(x_dtype, param_dtype):
-    layer = made(param_dtype=param_dtype, use_bias=True)
-    plain = made(param_dtype=param_dtype, score_function="sigmoid", shared_features=0, shared_gate=False)
+    layer = make_layer(param_dtype=param_dtype, use_bias=True)
+    plain = make_layer(param_dtype=param_dtype, score_function="sigmoid", shared_features=0, shared_gate=False)
     x, mask = tokens(x_dtype), some_mask()
     masked = torch.where(mask[..., None], x, math.nan)
     for one, given_x, given in ((layer, x, {}), (layer, masked, dict(token_mask=mask)), (plain, x, {})):
@@ -111,7 +110,7 @@ def test_both_ways_give_the_same_bits(x_dtype, param_dtype):
 
 
 def test_both_paths_have_the_same_bits_for_all_requested_outputs():
-    layer, x = made(), tokens()
+    layer, x = make_layer(), tokens()
     chosen = dict(generator=torch.Generator().manual_seed(3), dtype=torch.int32, device="cpu")
     forced = torch.randint(E, (3, 5, K), **chosen).to(x.device)
     want, replayed = run(layer, layer), run(layer, layer, forced_experts=forced)
@@ -142,7 +141,7 @@ def test_both_paths_have_the_same_bits_for_all_requested_outputs():
 
 
 def test_transforms_and_export_of_a_called_gate():
-    layer, x = made(), tokens()
+    layer, x = make_layer(), tokens()
 
     def gradient(x):
         return torch.func.grad(lambda x: torch.sin(layer(x).output).sum())(x)
@@ -190,7 +189,7 @@ HOOKS = {
 @pytest.mark.parametrize("kind", HOOKS)
 def test_hooks_fire_and_their_results_are_used(kind):
     for name in SUBMODULES:
-        layer = made()
+        layer = make_layer()
         want = run(layer, layer)
         seen = []
         handle = HOOKS[kind](getattr(layer, name), seen)
@@ -203,7 +202,7 @@ def test_hooks_fire_and_their_results_are_used(kind):
 
 
 def test_hooks_of_all_modules_fire():
-    layer = made()
+    layer = make_layer()
     module = nn.modules.module
     for register in (
         module.register_module_forward_hook,
@@ -222,7 +221,7 @@ def test_hooks_of_all_modules_fire():
 
 def test_compiled_hooks():
     torch._dynamo.reset()
-    layer, seen = made(dtype=torch.bfloat16), []
+    layer, seen = make_layer(dtype=torch.bfloat16), []
     for name, kind in itertools.product(SUBMODULES, ("forward", "forward_pre")):
         HOOKS[kind](getattr(layer, name), seen)
     given = dict(token_mask=some_mask())
@@ -231,8 +230,8 @@ def test_compiled_hooks():
     assert seen == [1] * 12
 
 
-def test_the_logits_can_be_tapped():
-    layer, x, tapped = made(dtype=torch.bfloat16), tokens(), []
+def test_the_logits_can_be_captured():
+    layer, x, tapped = make_layer(dtype=torch.bfloat16), tokens(), []
     handle = layer.gate.register_forward_hook(lambda gate, arguments, logits: tapped.append(logits))
     result = layer(x)
     (logits,) = tapped
@@ -254,7 +253,7 @@ def test_the_logits_can_be_tapped():
 
 @pytest.mark.parametrize("name,parameter", [("gate", "weight"), ("shared_expert", "down_proj"), ("", "gate_up_proj")])
 def test_parametrizations(name, parameter):
-    layer, plain = made(), made()
+    layer, plain = make_layer(), make_layer()
     module = layer.get_submodule(name)
     parametrizations.weight_norm(module, parameter)
     with torch.no_grad():
@@ -267,11 +266,11 @@ def test_parametrizations(name, parameter):
     path = f"{name}." if name else ""
     originals = [n for n in found if "parametrizations" in n]
     (d_weight,) = [want[n] for n in want if n == path + parameter]
-    of_originals = torch.autograd.grad(
+    original_gradients = torch.autograd.grad(
         getattr(module, parameter), [layer.get_parameter(n) for n in originals], d_weight
     )
     assert len(originals) == 2
-    assert_same([found[n] for n in originals], list(of_originals))
+    assert_same([found[n] for n in originals], list(original_gradients))
     assert_same(copy.deepcopy(layer)(tokens())._asdict(), result)
     if name == "gate":
         torch._dynamo.reset()
@@ -280,18 +279,18 @@ def test_parametrizations(name, parameter):
 
 @pytest.mark.parametrize("name,parameter", [("gate", "weight"), ("shared_expert", "gate_up_proj"), ("", "down_proj")])
 def test_pruning_over_steps(name, parameter):
-    layer, plain = made(), made()
-    module, of_plain = layer.get_submodule(name), plain.get_submodule(name)
+    layer, plain = make_layer(), make_layer()
+    module, plain_module = layer.get_submodule(name), plain.get_submodule(name)
     prune.l1_unstructured(module, parameter, amount=0.5)
     mask = getattr(module, f"{parameter}_mask")
     with torch.no_grad():
-        of_plain.get_parameter(parameter).mul_(mask)
+        plain_module.get_parameter(parameter).mul_(mask)
     for one in (layer, plain):
         optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
         for _ in range(3):
             loss_of(one(tokens())).backward()
             if one is plain:
-                of_plain.get_parameter(parameter).grad.mul_(mask)
+                plain_module.get_parameter(parameter).grad.mul_(mask)
             optimizer.step()
             optimizer.zero_grad()
     want = plain(tokens())._asdict()
@@ -301,7 +300,7 @@ def test_pruning_over_steps(name, parameter):
     assert_same(layer(tokens())._asdict(), want)
 
 
-def check_nothing_is_drawn(layer, name):
+def check_nothing_is_reset(layer, name):
     before = {key: value.clone() for key, value in layer.state_dict().items()}
     with pytest.raises(
         ValueError, match=f"^{name}: got a tensor that a parametrization, pruning or a wrapper computes"
@@ -311,23 +310,23 @@ def check_nothing_is_drawn(layer, name):
 
 
 @pytest.mark.parametrize("name,parameter", [("gate", "weight"), ("shared_expert", "down_proj"), ("", "down_proj_bias")])
-def test_parameters_that_are_computed_are_not_drawn(name, parameter):
-    layer = made(use_bias=True)
+def test_computed_parameters_are_not_reset(name, parameter):
+    layer = make_layer(use_bias=True)
     module = layer.get_submodule(name)
     parametrizations.weight_norm(module, parameter)
-    check_nothing_is_drawn(layer, parameter)
-    layer = made(use_bias=True)
+    check_nothing_is_reset(layer, parameter)
+    layer = make_layer(use_bias=True)
     module = layer.get_submodule(name)
     prune.random_unstructured(module, parameter, 0.5)
-    check_nothing_is_drawn(layer, parameter)
+    check_nothing_is_reset(layer, parameter)
     prune.remove(module, parameter)
     layer.reset_parameters()
     assert (getattr(module, parameter) == 0).all() == (parameter == "down_proj_bias")
 
 
-def test_a_pruned_module_is_copied_as_torch_copies_its_own():
+def test_a_pruned_module_is_copied_like_torchs_own_modules():
     """After a forward pass the pruned tensor has a graph and cannot be copied; state_dict works."""
-    for module, x in ((nn.Linear(D, E), tokens()), (made(), tokens())):
+    for module, x in ((nn.Linear(D, E), tokens()), (make_layer(), tokens())):
         prune.l1_unstructured(module if isinstance(module, nn.Linear) else module.gate, "weight", 0.5)
         module(x)
         with pytest.raises(RuntimeError, match="Only Tensors created explicitly by the user"):
@@ -338,7 +337,7 @@ def test_a_pruned_module_is_copied_as_torch_copies_its_own():
 
 
 def test_other_modules_in_their_place():
-    layer, x = made(), tokens()
+    layer, x = make_layer(), tokens()
     want = layer(x)
     gate = nn.Linear(D, E)
     gate.load_state_dict(layer.gate.state_dict())
@@ -348,10 +347,10 @@ def test_other_modules_in_their_place():
     layer.dtype = torch.bfloat16
     torch.testing.assert_close(layer(x).weights, want.weights, rtol=0.05, atol=0.05)
     assert "Linear" in repr(layer)
-    plain = made(shared_gate=False)
+    plain = make_layer(shared_gate=False)
     plain.shared_expert = nn.Linear(D, D)
-    got, of_shared, plain.shared_expert = plain(x).output, plain.shared_expert(x), None
-    assert_same(got, plain(x).output + of_shared)
+    got, shared_output, plain.shared_expert = plain(x).output, plain.shared_expert(x), None
+    assert_same(got, plain(x).output + shared_output)
 
 
 class Wide(nn.Module):
@@ -391,7 +390,7 @@ class Wide(nn.Module):
     ],
 )
 def test_a_module_that_does_not_fit_is_an_error(name, other, message):
-    layer = made()
+    layer = make_layer()
     setattr(layer, name, other if other is None else other.to(layer.down_proj.device))
     if message is None:
         layer.shared_expert_gate, layer.shared_expert = None, nn.Linear(D, D + 1)
@@ -410,7 +409,7 @@ def old(state):
 
 def test_old_state_dicts_load():
     for gated, assign in itertools.product((True, False), repeat=2):
-        stored, model = made(gated=gated), nn.Sequential(made(gated=gated))
+        stored, model = make_layer(gated=gated), nn.Sequential(make_layer(gated=gated))
         with torch.no_grad():
             for value in stored.parameters():
                 value.normal_()
@@ -427,13 +426,13 @@ def test_old_state_dicts_load():
 
 
 def test_copies_and_pickles_keep_hooks():
-    layer = made()
+    layer = make_layer()
     layer.gate.register_forward_hook(_doubled)
     stored = io.BytesIO()
     torch.save(layer, stored)
     stored.seek(0)
     want = run(layer, layer)
-    assert not torch.equal(want[0]["output"], made()(tokens()).output)
+    assert not torch.equal(want[0]["output"], make_layer()(tokens()).output)
     for other in (copy.deepcopy(layer), torch.load(stored, weights_only=False)):
         assert_same(run(other, other), want)
 

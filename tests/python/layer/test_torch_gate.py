@@ -14,7 +14,7 @@ T, D, E, F = 8, 16, 4, 8
 def test_a_bfloat16_gate_on_cuda_is_compiled(monkeypatch, by_ours):
     """torch 2.9 cannot infer the shape of a bfloat16 GEMM with float32 output; our operation provides it."""
     if not by_ours and not layer_gate._MM_IS_TRACED:
-        pytest.skip("this torch can't trace its own product in float32")
+        pytest.skip("this torch can't trace its own GEMM with a float32 result")
     monkeypatch.setattr(layer_gate, "_MM_IS_TRACED", not by_ours)
     torch._dynamo.reset()
 

@@ -4,8 +4,8 @@ float32: a sum of n products has a relative error of about sqrt(n) 2^-24 (random
 FLOAT32 through all later steps.
 
 bfloat16 and float16: every rounded tensor gets a relative error of at most u, the unit roundoff (2^-8 and 2^-11). GEMMs
-are linear and pass such errors on unchanged; an activation's slope or value doubles the error of its argument (relu2:
-exactly; silu and gelu: less where it matters). In the worst case errors add, so a bound is a count of roundings:
+are linear and propagate such errors unchanged; an activation's slope or value doubles the error of its argument (relu2
+exactly; silu and gelu less where values are large). In the worst case errors add, so a bound is a count of roundings:
 
     y          a, y                                        2
     rows       gate (twice), up, dh, dx                    5
@@ -82,16 +82,16 @@ def random_sizes(rng, num_rows, num_experts):
     return rng.multinomial(num_rows, popularity / popularity.sum()).astype(np.int32)
 
 
-def network(rng, group_sizes, width, parts, hidden, *, dtype="float32", spare=0, biases=True, weights="float32"):
+def network(rng, group_sizes, width, parts, expert_width, *, dtype="float32", spare=0, biases=True, weights="float32"):
     """Random operands of unit size; `spare` rows past the groups."""
     group_sizes = np.asarray(group_sizes, np.int32)
     E, R = len(group_sizes), int(group_sizes.sum()) + spare
     return Network(
         rows=random_array(rng, (R, width), dtype),
-        w_in=random_array(rng, (E, width, parts, hidden), dtype, width**-0.5),
-        w_out=random_array(rng, (E, hidden, width), dtype, hidden**-0.5),
+        w_in=random_array(rng, (E, width, parts, expert_width), dtype, width**-0.5),
+        w_out=random_array(rng, (E, expert_width, width), dtype, expert_width**-0.5),
         group_sizes=group_sizes,
-        b_in=random_array(rng, (E, parts, hidden), dtype, 0.5) if biases else None,
+        b_in=random_array(rng, (E, parts, expert_width), dtype, 0.5) if biases else None,
         b_out=random_array(rng, (E, width), dtype, 0.5) if biases else None,
         weights=random_array(rng, (R,), weights) if weights else None,
         d_y=random_array(rng, (R, width), dtype),
@@ -154,8 +154,8 @@ def assert_rows_close(got, want, group_sizes, limit, name, terms=None):
     offsets = np.concatenate([[0], np.cumsum(group_sizes)])
     for e in range(len(group_sizes)):
         rows = slice(offsets[e], offsets[e + 1])
-        of_rows = None if terms is None else terms[rows]
-        assert_close(np.asarray(got)[rows], want[rows], limit, f"{name}, expert {e}", of_rows)
+        row_terms = None if terms is None else terms[rows]
+        assert_close(np.asarray(got)[rows], want[rows], limit, f"{name}, expert {e}", row_terms)
     assert not np.asarray(got)[offsets[-1] :].astype(np.float64).any(), f"{name} past the groups"
 
 

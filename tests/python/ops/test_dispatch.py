@@ -87,7 +87,7 @@ def test_weights_of_every_dtype(dtype, weights_dtype):
 
 
 @pytest.mark.parametrize(("dtype", "cotangent"), list(itertools.product(FLOATS, FLOATS)))
-def test_the_rules_take_cotangents_of_every_dtype(dtype, cotangent):
+def test_the_rules_accept_cotangents_of_every_dtype(dtype, cotangent):
     case = Case(60, 6, 3, 8, 0.8)
     rng, layout, want = case.rng(), our_plan(case), case.reference_plan()
     d_rows = normal(rng, (layout.slot_of_row.size, 40), cotangent)
@@ -106,7 +106,7 @@ def test_the_rules_take_cotangents_of_every_dtype(dtype, cotangent):
 
 
 @pytest.mark.parametrize(("dtype", "addend_dtype"), list(itertools.product(FLOATS, FLOATS)))
-def test_sums_of_rows_take_an_addend(dtype, addend_dtype):
+def test_sums_of_rows_accept_an_addend(dtype, addend_dtype):
     """Each element, also of tokens without rows, is within the float32 roundings of its terms and one to its dtype."""
     case = Case(60, 6, 3, 8, 0.8, "masked")
     rng, layout, want_plan = case.rng(), our_plan(case), case.reference_plan()
@@ -122,7 +122,7 @@ def test_sums_of_rows_take_an_addend(dtype, addend_dtype):
     info = jnp.finfo(dtype)
     once = float(info.eps) / 2 * (np.abs(want) + in_float32) + float(info.smallest_subnormal) / 2
     wrong = np.abs(np.asarray(got, np.float64) - want) > in_float32 + once
-    assert not wrong.any(), f"{wrong.sum()} elements off, the first at {np.argwhere(wrong)[0]}"
+    assert not wrong.any(), f"{wrong.sum()} elements are wrong, the first at {np.argwhere(wrong)[0]}"
 
 
 @both

@@ -19,7 +19,7 @@ def shape(dims, dtype=jnp.float32):
 
 
 def traced(function):
-    """Calls functions with shapes alone: errors that do not depend on data have to be raised without data."""
+    """Calls a function with shapes only: errors that do not depend on data must be raised without data."""
     return lambda **arguments: jax.eval_shape(lambda: function(**arguments))
 
 

@@ -66,7 +66,7 @@ def test_activations_gating_and_weighting(dtype, activation, parts, weight_early
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("sizes", "width", "hidden"),
+    ("sizes", "width", "expert_width"),
     [
         ([1], 8, 8),
         ([5], 3, 7),
@@ -78,16 +78,16 @@ def test_activations_gating_and_weighting(dtype, activation, parts, weight_early
         ([0, 0, 0], 5, 4),
     ],
 )
-def test_shapes(sizes, width, hidden, dtype):
+def test_shapes(sizes, width, expert_width, dtype):
     rng = np.random.default_rng(2)
-    check(network(rng, sizes, width, 2, hidden, dtype=dtype, spare=2), "gelu")
+    check(network(rng, sizes, width, 2, expert_width, dtype=dtype, spare=2), "gelu")
 
 
 LAYOUTS = [(w_in, w_out) for w_in in IN_LAYOUTS for w_out in OUT_LAYOUTS]
 
 
 @pytest.mark.parametrize(
-    ("sizes", "width", "parts", "hidden", "weight_early", "dtype"),
+    ("sizes", "width", "parts", "expert_width", "weight_early", "dtype"),
     [
         *(
             (*shape, dtype)
@@ -111,9 +111,9 @@ LAYOUTS = [(w_in, w_out) for w_in in IN_LAYOUTS for w_out in OUT_LAYOUTS]
     ],
 )
 @pytest.mark.parametrize(("w_in_layout", "w_out_layout"), LAYOUTS[1:])
-def test_layouts_of_weights(w_in_layout, w_out_layout, sizes, width, parts, hidden, weight_early, dtype):
+def test_layouts_of_weights(w_in_layout, w_out_layout, sizes, width, parts, expert_width, weight_early, dtype):
     # No value is so near the limit that the last bits of a sum decide its slope.
-    net = network(np.random.default_rng(17), sizes, width, parts, hidden, dtype=dtype, spare=3)
+    net = network(np.random.default_rng(17), sizes, width, parts, expert_width, dtype=dtype, spare=3)
     activation = Activation.swiglu_oai(limit=0.9) if parts == 2 else "gelu"
     check(net, activation, weight_early, w_in_layout=w_in_layout, w_out_layout=w_out_layout)
 
@@ -258,7 +258,7 @@ def test_names_stand_for_activations():
         np.testing.assert_array_equal(np.asarray(run(net, name)[0]), np.asarray(run(net, activation)[0]))
 
 
-def test_not_a_number_stays_with_its_row_and_its_expert():
+def test_nan_stays_with_its_row_and_its_expert():
     rng = np.random.default_rng(9)
     net = network(rng, [3, 4], 5, 2, 4, spare=2)
     net.rows = net.rows.at[1, 2].set(jnp.nan).at[8, 0].set(jnp.nan)
@@ -286,7 +286,7 @@ def test_same_bits_on_every_run():
     sizes=st.lists(st.integers(0, 40), min_size=1, max_size=9),
     spare=st.integers(0, 5),
     width=st.integers(8, 40),
-    hidden=st.integers(8, 40),
+    expert_width=st.integers(8, 40),
     activation=st.sampled_from([(a, P) for a in ACTIVATIONS for P in parts_of(a)]),
     dtype=st.sampled_from(["float32", "bfloat16", "float16"]),
     biases=st.booleans(),
@@ -294,10 +294,10 @@ def test_same_bits_on_every_run():
     weight_early=st.booleans(),
     layout=st.sampled_from(LAYOUTS),
 )
-def test_any_network(seed, sizes, spare, width, hidden, activation, dtype, biases, weights, weight_early, layout):
+def test_any_network(seed, sizes, spare, width, expert_width, activation, dtype, biases, weights, weight_early, layout):
     activation, parts = activation
     rng = np.random.default_rng(seed)
-    net = network(rng, sizes, width, parts, hidden, dtype=dtype, spare=spare, biases=biases, weights=weights)
+    net = network(rng, sizes, width, parts, expert_width, dtype=dtype, spare=spare, biases=biases, weights=weights)
     # Single values may cancel, so errors are absolute in units of the tensor's largest value.
     y, gradients = run(net, activation, weight_early, *layout)
     want_y, want = oracle(net, activation)

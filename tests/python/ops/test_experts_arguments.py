@@ -1,4 +1,4 @@
-"""Every bad argument is refused before anything runs, by name, with what came and what was expected."""
+"""Every bad argument is refused before anything runs. The error names it, its value and what was expected."""
 
 import re
 

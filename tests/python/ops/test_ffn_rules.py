@@ -21,11 +21,11 @@ def routed(rng, num_tokens, num_experts, topk, *, align_size=0, num_rows=None):
 
 
 def check(rng, plan, num_tokens, num_experts, topk, *, dtype="float32", d_dtype=None, parts=2, weight_early=False):
-    width, hidden = 19, 23
+    width, expert_width = 19, 23
     slots = plan.slot_of_row
     real = slots >= 0
     token = np.where(real, slots, 0) // topk
-    net = network(rng, plan.group_sizes, width, parts, hidden, dtype=dtype, weights=None)
+    net = network(rng, plan.group_sizes, width, parts, expert_width, dtype=dtype, weights=None)
     x = random_array(rng, (num_tokens, width), dtype)
     d_out = random_array(rng, (num_tokens, width), d_dtype or dtype)
     weights = random_array(rng, (num_tokens, topk))
@@ -40,7 +40,7 @@ def check(rng, plan, num_tokens, num_experts, topk, *, dtype="float32", d_dtype=
         return y, h, ffn_backward(config, operands, h, d_out)
 
     y, h, gradients = both(operands, d_out)
-    assert h.shape == (len(slots), parts, hidden) and h.dtype == x.dtype
+    assert h.shape == (len(slots), parts, expert_width) and h.dtype == x.dtype
 
     row_weights = np.where(real, np.asarray(weights).reshape(-1)[np.where(real, slots, 0)], 0.0)
     rows = Network(

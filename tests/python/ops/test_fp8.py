@@ -69,7 +69,7 @@ def test_the_network(platform, dtype, D, parts, F, activation, fp8_scales, weigh
 
 @pytest.mark.parametrize("transpose_w", [False, True])
 @pytest.mark.parametrize(("dtype", "D", "N"), [("float32", 384, 128), ("bfloat16", 128, 384)])
-def test_a_grouped_product(platform, transpose_w, dtype, D, N):
+def test_grouped_matmul(platform, transpose_w, dtype, D, N):
     rng, sizes, dtype = np.random.default_rng(33), SIZES, fp8.rows_dtype(platform, dtype)
     x, d_y = random_array(rng, (R, D), dtype), random_array(rng, (R, N), dtype)
     w = random_array(rng, (len(sizes), N, D) if transpose_w else (len(sizes), D, N), dtype)
@@ -87,12 +87,12 @@ def test_a_grouped_product(platform, transpose_w, dtype, D, N):
         "w": reference.grouped_matmul_backward(np.float64(d_y) ** 2, np.float64(x) ** 2, q, sizes)[1],
     }
     ends = np.concatenate([[0], np.cumsum(sizes)])
-    of_rows, of_experts = [slice(*ends[e : e + 2]) for e in range(5)], [slice(e, e + 1) for e in range(5)]
+    row_groups, expert_groups = [slice(*ends[e : e + 2]) for e in range(5)], [slice(e, e + 1) for e in range(5)]
     for name, exact in want.items():
         found = np.asarray(got[name])
         found = found.swapaxes(1, 2) if name == "w" and transpose_w else found
         moved = fp8.DELTA[platform] * np.sqrt(terms[name])
-        fp8.assert_within(found, exact, moved, dtype, 1, name, of_experts if name == "w" else of_rows)
+        fp8.assert_within(found, exact, moved, dtype, 1, name, expert_groups if name == "w" else row_groups)
         if name != "w":
             assert not found[ends[-1] :].astype(np.float64).any()
 
@@ -138,7 +138,7 @@ def _bytes_of_torch(*arrays, **options):
 
 
 def test_zeros_outliers_and_tiny_numbers_have_blocks_of_their_own(platform):
-    """A value of 1e4 costs the other values of its block their low digits, and does not affect other blocks."""
+    """A value of 1e4 reduces the precision of the other values of its block, and does not affect other blocks."""
     net = network(np.random.default_rng(37), SIZES, 256, 2, 128, dtype=fp8.rows_dtype(platform), spare=SPARE)
     rows, w_in, d_y = (np.array(a) for a in (net.rows, net.w_in, net.d_y))
     rows[3, :128], rows[5, 200], rows[8], d_y[42, 128:256], d_y[9, 5] = 0, 1e4, rows[8] * 1e-30, 0, -1e4
@@ -153,7 +153,7 @@ def test_nan_and_infinity_make_their_block_nan(platform, bad):
     net = network(np.random.default_rng(38), SIZES, 256, 2, 128, dtype=fp8.rows_dtype(platform), spare=SPARE)
     clean = all_results(run(net))
     ends = np.concatenate([[0], np.cumsum(SIZES)])
-    bad_row, of_bad_expert = ends[2] + 5, np.arange(ends[4], ends[5])
+    bad_row, bad_expert_rows = ends[2] + 5, np.arange(ends[4], ends[5])
     rows, w_out = np.array(net.rows), np.array(net.w_out)
     rows[bad_row, 9], w_out[4, 17, 200] = bad, bad
     net.rows, net.w_out = jnp.asarray(rows), jnp.asarray(w_out)
@@ -167,7 +167,7 @@ def test_nan_and_infinity_make_their_block_nan(platform, bad):
     for name, array in found.items():
         np.testing.assert_array_equal(np.isnan(array), np.isnan(want[name]), err_msg=name)
         by_row = name in ("y", "rows", "weights")
-        hit = [bad_row, *of_bad_expert] if by_row else [2, 4]
+        hit = [bad_row, *bad_expert_rows] if by_row else [2, 4]
         assert name == "b_out" or np.isnan(array[hit]).any()
         np.testing.assert_array_equal(np.delete(array, hit, 0), np.delete(clean[name], hit, 0), err_msg=name)
 
@@ -187,7 +187,7 @@ def test_sizes_are_clipped_to_the_rows(platform):
         np.testing.assert_array_equal(np.asarray(found[name]), np.asarray(gradient), err_msg=name)
 
 
-def test_a_gpu_takes_rows_of_16_bits_alone(platform):
+def test_a_gpu_accepts_only_16_bit_rows(platform):
     net = network(np.random.default_rng(39), [9, 0, 7], 128, 2, 128)
     if platform == "cpu":
         run(net)

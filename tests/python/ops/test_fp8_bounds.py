@@ -12,7 +12,7 @@ SIZES = np.array([20, 0, 13, 1], np.int32)
 
 
 @pytest.mark.parametrize("fp8_scales", FP8_SCALES)
-def test_nothing_moves_further_than_it_may(fp8_scales):
+def test_quantised_values_move_within_the_bound(fp8_scales):
     """Values with errors of up to `off`; many are near a rounding threshold, some are the largest of their block."""
     rng = np.random.default_rng(40)
     v = rng.standard_normal((40, 256)) * 10.0 ** rng.integers(-3, 3, (40, 1))
@@ -37,7 +37,7 @@ def results(net, fp8_scales):
     return y, {name: value.astype(np.float32) for name, value in zip(names, gradients, strict=True)}
 
 
-def test_they_tell_quantised_products_from_others():
+def test_the_bounds_exclude_results_of_other_gemms():
     """One result is computed with other scales or by exact GEMMs."""
     net = network(np.random.default_rng(32), SIZES, 256, 2, 128)
     y, gradients = results(net, "float32")

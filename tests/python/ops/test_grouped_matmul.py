@@ -36,14 +36,14 @@ def check(rng, sizes, width, columns, *, dtype="float32", transpose_w=False, spa
     want_y = reference.grouped_matmul(x, plain_w, sizes)
     want_x, want_w = reference.grouped_matmul_backward(d_y, x, plain_w, sizes)
     # A sum of few terms may cancel, so errors are relative to the norm of the terms.
-    of_y = np.sqrt(reference.grouped_matmul(square(x), square(plain_w), sizes))
-    of_x, of_w = map(np.sqrt, reference.grouped_matmul_backward(square(d_y), square(x), square(plain_w), sizes))
+    y_terms = np.sqrt(reference.grouped_matmul(square(x), square(plain_w), sizes))
+    x_terms, w_terms = map(np.sqrt, reference.grouped_matmul_backward(square(d_y), square(x), square(plain_w), sizes))
     if transpose_w:
-        want_w, of_w = want_w.swapaxes(1, 2), of_w.swapaxes(1, 2)
+        want_w, w_terms = want_w.swapaxes(1, 2), w_terms.swapaxes(1, 2)
     limit = FLOAT32 if dtype == "float32" else UNIT_ROUNDOFF[dtype]  # operands are exact: only the result is rounded
-    assert_rows_close(y, want_y, sizes, limit, "y", of_y)
-    assert_rows_close(d_x, want_x, sizes, limit, "d_x", of_x)
-    assert_close_per_expert(d_w, want_w, limit, "d_w", terms=of_w)
+    assert_rows_close(y, want_y, sizes, limit, "y", y_terms)
+    assert_rows_close(d_x, want_x, sizes, limit, "d_x", x_terms)
+    assert_close_per_expert(d_w, want_w, limit, "d_w", terms=w_terms)
 
 
 def square(array):
@@ -77,7 +77,7 @@ def test_uneven_groups(num_experts):
 
 @both
 @pytest.mark.parametrize("sizes", [[-1, 3], [2**31 - 1, 2**31 - 1, 5], [4, -(2**31), 9]])
-def test_no_size_reaches_past_the_rows(sizes):
+def test_sizes_are_clipped_to_the_rows(sizes):
     rng = np.random.default_rng(3)
     x, w = random_array(rng, (6, 4)), random_array(rng, (len(sizes), 4, 5))
     clipped, left = [], 6

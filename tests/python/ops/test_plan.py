@@ -55,7 +55,7 @@ def test_plan_keeps_leading_dimensions():
 
 
 @pytest.mark.parametrize("dtype", ["int16", "int32", "int64"])
-def test_plan_takes_every_index_dtype(dtype):
+def test_plan_accepts_every_index_dtype(dtype):
     experts = Case(50, 5, 2, choice="masked").experts()
     with jax.enable_x64(True):
         got = plan(jnp.asarray(experts, dtype), 5)
@@ -75,7 +75,7 @@ def test_plan_counts_wide_indices_as_invalid_rather_than_wrapping_them(x64, as_j
 
 
 def test_expert_of_row_is_that_of_its_slot():
-    """Also under jit and vmap. Rows without an assignment have -1, not the expert that index -1 wraps around to."""
+    """Rows without an assignment have -1, not the expert that index -1 wraps around to; also under jit and vmap."""
     experts = np.stack([np.roll(Case(24, 5, 2, choice="invalid").experts(), n, axis=0) for n in range(3)])
     plans = jax.jit(jax.vmap(lambda e: plan(e, 5, align_size=4)))(experts)
     inside = jax.jit(jax.vmap(lambda e: plan(e, 5, align_size=4).expert_of_row))(experts)
@@ -85,13 +85,13 @@ def test_expert_of_row_is_that_of_its_slot():
     assert (want == -1).any() and (want == 4).any()
 
 
-def test_the_default_rows_hold_every_routing():
+def test_the_default_rows_suffice_for_every_routing():
     for case in CASES:
         if case.rows is None and case.choice != "invalid":
             assert plan(case.experts(), case.E, align_size=case.align).dropped == 0, case
 
 
-def test_plan_has_no_gradient_and_stops_none():
+def test_plan_has_no_gradient_and_blocks_no_other():
     def loss(x):
         experts = jnp.argsort(x, axis=1)[:, :2].astype(jnp.int32)
         return plan(experts, 4).offsets.sum() * (x**2).sum()

@@ -27,13 +27,13 @@ SIZES = np.array([70, 0, 41, 1, 90], np.int32)
 R = int(SIZES.sum()) + 3
 
 
-def product(precision, dtype, transpose_w, held=False):
-    """Operands, cotangent, y and gradients of grouped_matmul; held: TF32 represents the operands exactly."""
+def gemm(precision, dtype, transpose_w, exact=False):
+    """Operands, cotangent, y and gradients of grouped_matmul; exact: TF32 represents the operands exactly."""
     rng, D, N = np.random.default_rng(5), 72, 56
     x, d_y = random_array(rng, (R, D), dtype), random_array(rng, (R, N), dtype)
     w = random_array(rng, (len(SIZES), N, D) if transpose_w else (len(SIZES), D, N), dtype)
-    if held:
-        x, w, d_y = map(tf32.held, (x, w, d_y))
+    if exact:
+        x, w, d_y = map(tf32.exact, (x, w, d_y))
     options = dict(transpose_w=transpose_w, precision=precision)
     operands = {"x": np.asarray(x), "w": np.asarray(w), "group_sizes": SIZES}
     y, pull = vjp(partial(grouped_matmul, **options), partial(torch.grouped_matmul, **options), operands, jit=True)
@@ -49,11 +49,11 @@ def ffn(precision, dtype="float32"):
     return net, {"y": y} | pull(np.asarray(net.d_y))
 
 
-@pytest.mark.parametrize("held", [False, True])
+@pytest.mark.parametrize("exact", [False, True])
 @pytest.mark.parametrize("transpose_w", [False, True])
-def test_a_rounded_product_is_within_its_bound(transpose_w, held):
+def test_a_rounded_gemm_is_within_its_bound(transpose_w, exact):
     """The error with operands that TF32 represents exactly is that of float32 sums."""
-    (x, w, d_y), got = product("tf32", "float32", transpose_w, held)
+    (x, w, d_y), got = gemm("tf32", "float32", transpose_w, exact)
     x, w, d_y = (np.asarray(array, np.float64) for array in (x, w, d_y))
     w = w.swapaxes(1, 2) if transpose_w else w
 
@@ -64,9 +64,9 @@ def test_a_rounded_product_is_within_its_bound(transpose_w, held):
 
     want, sizes_of_terms = results(x, w, d_y), results(abs(x), abs(w), abs(d_y))
     terms = {"y": w.shape[1], "x": w.shape[2], "w": max(SIZES)}
-    for name, exact in want.items():
-        error = abs(np.asarray(got[name], np.float64) - exact)
-        assert (error <= tf32.of_element(terms[name], held) * sizes_of_terms[name]).all(), name
+    for name, value in want.items():
+        error = abs(np.asarray(got[name], np.float64) - value)
+        assert (error <= tf32.element_bound(terms[name], exact) * sizes_of_terms[name]).all(), name
     assert_rows_close(got["y"], want["y"], SIZES, 2 * tf32.U, "y")
     assert_rows_close(got["x"], want["x"], SIZES, 2 * tf32.U, "x")
     assert_close_per_expert(got["w"], want["w"], 2 * tf32.U, "w")
@@ -87,8 +87,8 @@ def test_a_rounded_network_is_within_its_bounds():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_only_float32_on_a_gpu_is_rounded(platform, dtype):
     """Where kernels round, every GEMM result differs from "highest"; elsewhere all bits are equal."""
-    _, highest = product("highest", dtype, False)
-    _, rounded = product("tf32", dtype, False)
+    _, highest = gemm("highest", dtype, False)
+    _, rounded = gemm("tf32", dtype, False)
     for name, value in highest.items():
         assert np.array_equal(value, rounded[name]) != tf32.rounds(platform, dtype), name
     if dtype == "float16":  # two are enough

@@ -27,10 +27,10 @@ ULPS = {"softmax": 32, "sigmoid": 4, "sqrtsoftplus": 4}
 
 
 def check_histogram(got, z, topk, bounds, bins, **options):
-    """Every count is in the oracle's bin, or in the next one where rounding may have moved it across the border.
+    """Every count is in the oracle's bin, or in the next one if rounding may have moved it across the border.
 
-    For every prefix of bins, the count lies between the number of positions that are certainly inside and the number of
-    those that may be.
+    For every prefix of bins, the count is between the number of positions that are certainly inside and the number of
+    positions that may be inside.
     """
     mask = options.pop("token_mask", None)
     lower, upper = np.float32(bounds[0]).astype(float), np.float32(bounds[1]).astype(float)
@@ -45,8 +45,8 @@ def check_histogram(got, z, topk, bounds, bins, **options):
     assert got.dtype == np.int32 and got.shape == (positions.shape[-1], bins)
     np.testing.assert_array_equal(got.sum(axis=1), (~np.isnan(positions)).sum(axis=0))
     through = got.cumsum(axis=1)
-    for e, of_expert in enumerate(positions.T):
-        known = np.sort(of_expert[~np.isnan(of_expert)])
+    for e, expert_positions in enumerate(positions.T):
+        known = np.sort(expert_positions[~np.isnan(expert_positions)])
         borders = np.arange(1, bins)
         surely = np.searchsorted(known, borders - rounding, side="left")
         maybe = np.searchsorted(known, borders + rounding, side="right")
@@ -139,7 +139,7 @@ def test_equal_keys_infinities_and_nan(score_function, E, K):
     check(z, K, bins=16, score_function=score_function, expert_bias=np.sign(bias_of(E)))
 
 
-def test_a_token_without_a_finite_cutoff_counts_below_all_bins():
+def test_a_token_without_a_finite_threshold_counts_below_all_bins():
     z = np.array([[1.0, -INF, -INF]], np.float32)
     routing = route(
         z, 1, score_function="sigmoid", expert_bias=np.ones(3, np.float32), qb_bin_bounds=(-9.0, 9.0), qb_bins=3

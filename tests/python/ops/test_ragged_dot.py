@@ -22,8 +22,8 @@ from oracle import assert_close
 
 pytestmark = pytest.mark.usefixtures("platform")
 
-#: Relative to the float64 result rounded once to the dtype: sums in float32 move few values to a neighbour. A rounding
-#: to 16 bits on the way moves a third of them, and is several times the bound.
+#: Relative to the float64 result rounded once to the dtype: float32 sums move few values to a neighbouring number. An
+#: additional rounding to 16 bits moves a third of them, and exceeds the bound several times.
 BOUND = {"float32": 2e-6, "bfloat16": 3e-4, "float16": 1e-4}
 SIZES = ([7, 0, 12, 21], [0, 0, 0, 40], [3, 5, 2, 1])  # the last does not use all rows
 
@@ -61,8 +61,8 @@ DTYPES = [
 
 
 @pytest.mark.parametrize(("lhs", "rhs", "preferred", "sizes"), DTYPES, ids=[f"{d[0]}-{d[1]}-{d[2]}" for d in DTYPES])
-def test_jaxs_own_calls(lhs, rhs, preferred, sizes):
-    """Results and gradients have JAX's dtypes and shapes, and are near JAX's and the oracle's rounded once."""
+def test_results_match_jax_and_the_oracle(lhs, rhs, preferred, sizes):
+    """Results and gradients have JAX's dtypes and shapes, and are near JAX's values and the oracle's, rounded once."""
     m, k, n = 40, 24, 16
     a, b, rows = numbers(lhs, m, k), numbers(rhs, len(sizes), k, n, seed=1), numbers(rhs, m, n, seed=2)
     flipped, group_sizes = jnp.swapaxes(b, 1, 2), jnp.array(sizes, jnp.int32)
@@ -75,8 +75,8 @@ def test_jaxs_own_calls(lhs, rhs, preferred, sizes):
         )
         calls[name] = ours, theirs, (a, right)
     if preferred:
-        of_gmm = functools.partial(gmm, preferred_element_type=preferred, transpose_rhs=True)
-        calls["gmm"] = of_gmm, calls["transposed"][1], (a, flipped)
+        transposed_gmm = functools.partial(gmm, preferred_element_type=preferred, transpose_rhs=True)
+        calls["gmm"] = transposed_gmm, calls["transposed"][1], (a, flipped)
     d_y = {name: numbers("float32", *((4, k, n) if name == "contracted" else (m, n)), seed=3) for name in calls}
 
     def all_calls(which):
@@ -113,7 +113,7 @@ def test_jaxs_own_calls(lhs, rhs, preferred, sizes):
             np.testing.assert_allclose(*float64(ours, other), rtol=0.02, atol=0.05)
 
 
-def test_they_are_mapped():
+def test_vmap_has_the_bits_of_a_loop():
     """vmap over either operand, under jit and grad, returns the same bits as a loop of calls."""
     sizes, d_y = jnp.array(SIZES[0]), numbers("float32", 40, 4, seed=3)
     lhs, rhs, rows = numbers("bfloat16", 2, 40, 8), numbers("bfloat16", 4, 8, 4, seed=1), numbers("bfloat16", 40, 4)
@@ -156,10 +156,10 @@ def test_sizes_of_any_integer_dtype(sizes, same):
         lambda s: expert_ffn(x, w_in, w_out, s),
         lambda s: sort_chunks_by_index(x, s, np.array([1, 0]))[0],
     ]
-    of_device = [sizes, jnp.asarray(sizes)] if sizes.dtype.itemsize < 8 else [sizes]
+    variants = [sizes, jnp.asarray(sizes)] if sizes.dtype.itemsize < 8 else [sizes]
     for call in calls:
         want = call(np.array(same, np.int32))
-        for given in of_device:
+        for given in variants:
             np.testing.assert_array_equal(call(given), want)
 
 

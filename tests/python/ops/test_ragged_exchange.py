@@ -47,7 +47,7 @@ def test_chunk_sort_is_the_oracles(data):
     assert_close(d_inp, reference.sort_chunks_by_index_backward(d, sizes, order), 0.0, "d_inp")
 
 
-def test_rows_that_int32_does_not_hold_are_an_error():
+def test_row_counts_beyond_int32_are_an_error():
     counts = np.full((2, 4), 2**29)
     with pytest.raises(ValueError, match=r"all_shards_tokens_per_expert: got 2147483648 rows that a rank sends"):
         compute_ragged_all_to_all_params(counts, 0, 2)
@@ -109,7 +109,7 @@ def test_chunk_sort_moves_every_dtype_and_flattens(dtype):
 
 
 @pytest.mark.parametrize("wide", ["int16", "int32", "int64"])
-def test_chunk_sort_takes_every_index_dtype(wide):
+def test_chunk_sort_accepts_every_index_dtype(wide):
     with jax.enable_x64(True):
         output, _ = sort_chunks_by_index(
             jnp.arange(3.0, dtype=jnp.float32)[:, None], jnp.asarray([1, 2], wide), jnp.asarray([1, 0], wide)

@@ -187,7 +187,7 @@ def test_infinitely_unlikely_experts(score_function, normalize):
 @pytest.mark.parametrize(
     "options", [{}, {"normalize": False}, {"score_function": "sigmoid"}, {"score_function": "sqrtsoftplus"}]
 )
-def test_tokens_that_are_not_numbers_stay_by_themselves(options, dtype):
+def test_nan_stays_with_its_token(options, dtype):
     T, E, K = 60, 40, 4
     z = logits(T, E, dtype)
     z[3, 5] = np.nan

@@ -1,4 +1,4 @@
-"""Every bad argument is an error that names it, with what came and what was expected."""
+"""Every bad argument is an error that names it, its value and what was expected."""
 
 import math
 import re

@@ -108,7 +108,7 @@ def test_the_bias_never_selects_an_impossible_expert_and_never_enters_a_weight()
     assert four.weights[0, 3] == 0
 
 
-def test_groups_that_lose_are_out_even_where_the_winners_hold_only_impossible_experts():
+def test_experts_of_unselected_groups_are_never_selected():
     z = np.full((1, 8), -np.inf, np.float32)
     routing = route(z, 4, score_function="sigmoid", num_groups=4, group_topk=2)
     assert routing.experts.tolist() == [[0, 1, 2, 3]]

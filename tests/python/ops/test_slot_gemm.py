@@ -35,7 +35,9 @@ def assert_same(got, want):
 @pytest.mark.parametrize("biases", [False, True])
 @pytest.mark.parametrize("weight_early", [False, True])
 @pytest.mark.parametrize("align_size, num_rows, w_out_comes_first", [(0, None, True), (8, None, False), (8, 64, True)])
-def test_rules_are_those_of_rows(dtype, parts, biases, weight_early, align_size, num_rows, w_out_comes_first):
+def test_fused_rules_have_the_bits_of_the_rules_on_rows(
+    dtype, parts, biases, weight_early, align_size, num_rows, w_out_comes_first
+):
     rng = np.random.default_rng(4)
     selected = np.argsort(rng.random((T, E)), axis=1)[:, :K].astype(np.int32)
     selected[rng.random((T, K)) < 0.1] = -1
@@ -82,7 +84,7 @@ def test_rules_are_those_of_rows(dtype, parts, biases, weight_early, align_size,
     jax.tree.map(assert_same, by_slot(forward, operands, d_out), by_rows(forward, operands, d_out))
 
 
-def test_the_sums_are_batched():
+def test_vmap_of_the_sums():
     rng = np.random.default_rng(5)
     plan = dispatch.plan(np.argsort(rng.random((T, E)), axis=1)[:, :K].astype(np.int32), E, 0, None)
     net = network(rng, plan.group_sizes, D, 2, F, dtype="float32", weights=None)

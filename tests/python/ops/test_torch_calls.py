@@ -9,6 +9,7 @@ import torch
 from anabranch.options import Network, RouterOptions
 from anabranch.precision import FP8, HIGHEST, TF32
 from anabranch.torch.binding import calls, define
+from anabranch.torch.binding.described import Sizes
 from anabranch.torch.ops import torch_ops
 from anabranch.torch.ops.layer_ops import layer_numbers
 
@@ -19,45 +20,76 @@ def test_a_status_raises_with_the_librarys_message():
         torch_ops.grouped_matmul(x, w, torch.zeros(2, dtype=torch.int32), False, HIGHEST, 0)
 
 
-def test_an_integer_that_int32_does_not_hold_is_an_error():
+def test_an_integer_beyond_int32_is_an_error():
     """ctypes would wrap around."""
     with pytest.raises(ValueError, match="num_experts: got 4294967296, expected an integer that int32 holds"):
         torch_ops.plan(torch.zeros(4, 1, dtype=torch.int32), 2**32, 4, 0, 1)
 
 
-def test_calls_are_prepared_once_for_all_threads(monkeypatch):
-    """A backward pass on a GPU runs on another thread than its forward pass."""
+@pytest.fixture
+def prepared(monkeypatch):
+    """An empty cache, and the list of the calls that are prepared."""
     made = []
 
-    class Recorded(calls.PreparedCalls):
-        def __init__(self, *arguments):
-            super().__init__(*arguments)
-            made.append(self)
+    initialise = calls.PreparedCalls.__init__
 
-    monkeypatch.setattr(define, "PreparedCalls", Recorded)
+    def recorded(self, *arguments):
+        initialise(self, *arguments)
+        made.append(self)
+
+    monkeypatch.setattr(calls.PreparedCalls, "__init__", recorded)
+    define.forget_prepared()
+    return made
+
+
+def test_calls_are_prepared_once_for_all_sizes_and_threads(prepared):
+    """A backward pass on a GPU runs on another thread than its forward pass."""
 
     def call(n):
         sizes = torch.tensor([n], dtype=torch.int32)
         assert torch_ops.grouped_matmul(torch.ones(n, 2), torch.ones(1, 2, 1), sizes, False, HIGHEST, 0).sum() == 2 * n
-        return len(made)
 
-    for n, count in ((71, 1), (72, 2), (71, 2), (72, 2), (71, 2)):
+    for n in (71, 72, 0, 71, 1):
         with concurrent.futures.ThreadPoolExecutor(1) as thread:
-            assert thread.submit(call, n).result() == count
+            thread.submit(call, n).result()
+    assert len(prepared) == 1
 
 
 def test_prepared_calls_are_used_by_one_thread_at_a_time_and_not_cached_for_ever(monkeypatch):
+    class Fits:
+        def fit(self, inputs):
+            return inputs == [1]
+
     monkeypatch.setattr(define, "_MOST_PREPARED", 2)
-    cache, kept = define._FreeCalls(), [object() for _ in range(4)]
-    assert cache.take("a") is None
+    cache, kept = define._FreeCalls(), [Fits() for _ in range(4)]
+    assert cache.take("a", [1]) is None
     cache.give_back("a", kept[0])
-    assert cache.take("a") is kept[0] and cache.take("a") is None
+    assert cache.take("a", [2]) is None
+    assert cache.take("a", [1]) is kept[0] and cache.take("a", [1]) is None
     cache.give_back("a", kept[0])
-    cache.give_back("a", kept[1])
     cache.give_back("b", kept[2])
-    assert {cache.take("a"), cache.take("a")} == set(kept[:2]) and cache.take("a") is None
-    cache.give_back("c", kept[3])
-    assert cache.take("b") is None and cache.take("c") is kept[3]
+    cache.give_back("a", kept[1])
+    cache.give_back("c", kept[3])  # removes b, which was used least recently
+    assert cache.take("b", [1]) is None and cache.take("c", [1]) is kept[3]
+    assert {cache.take("a", [1]), cache.take("a", [1])} == set(kept[:2]) and cache.take("a", [1]) is None
+
+
+def test_numbers_follow_the_sizes_until_a_comparison_has_another_outcome():
+    sizes = Sizes([10, 3])
+    T, K = sizes.input(0), sizes.input(1)
+    numbers = [2 * T * K - 1, -(-T // 4), (K + 1) % T, T.smaller(7), 5 - K]
+    indices = [sizes.index(number) for number in numbers]
+    assert K < T and not K >= T and bool(K) and T != K
+    for inputs in ([10, 3], [5, 0], [6, 5], [2**40, 2]):
+        values = sizes.evaluate(inputs)
+        n, k = inputs
+        if not k:
+            assert values is None
+        else:
+            assert [values[i] for i in indices] == [2 * n * k - 1, -(-n // 4), (k + 1) % n, min(n, 7), 5 - k]
+    assert sizes.evaluate([3, 3]) is None
+    with pytest.raises(TypeError, match="no constant"):
+        range(T)
 
 
 def test_a_tensor_given_twice_is_two_tensors_of_the_prepared_calls():
@@ -208,11 +240,42 @@ SAMPLES = list(samples())
 
 
 @pytest.mark.parametrize(("operation", "arguments"), SAMPLES, ids=[str(operation) for operation, _ in SAMPLES])
-def test_torch_finds_nothing_wrong(operation, arguments):
+def test_every_operation_passes_opcheck(operation, arguments):
     checks = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     if any(getattr(argument, "dtype", None) == torch.float8_e4m3fn for argument in arguments):
-        checks.remove("test_schema")  # it multiplies arguments, which torch does not support for their dtypes
+        checks.remove("test_schema")  # this check multiplies arguments, which torch does not support for their dtypes
     torch.library.opcheck(operation, arguments, test_utils=checks)
+
+
+def with_other_sizes():
+    """Samples of the same operations, options and dtypes with other numbers of tokens, experts and features."""
+    global T, E, D, F, R
+    before = T, E, D, F, R
+    try:
+        T, E, D, F, R = 8, 6, 9, 3, 32
+        return list(samples())
+    finally:
+        T, E, D, F, R = before
+
+
+def bits(results):
+    return [
+        t.reshape(-1).view(torch.uint8)
+        for t in (results if isinstance(results, tuple | list) else [results])
+        if t.numel()
+    ]
+
+
+def test_calls_prepared_for_other_sizes_compute_the_same_bits(prepared):
+    """Everything computed from sizes follows them: results, working memory, workspaces, integers of the calls."""
+    wanted = [bits(operation(*arguments)) for operation, arguments in with_other_sizes()]
+    for operation, arguments in SAMPLES:
+        operation(*arguments)
+    number = len(prepared)
+    for (operation, arguments), want in zip(with_other_sizes(), wanted, strict=True):
+        got = bits(operation(*arguments))
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), operation
+    assert len(prepared) == number
 
 
 @pytest.mark.parametrize(("operation", "arguments"), SAMPLES, ids=[str(operation) for operation, _ in SAMPLES])

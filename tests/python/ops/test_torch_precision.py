@@ -69,7 +69,7 @@ def precisions(monkeypatch, function):
 
     monkeypatch.setattr(binding_calls.Operation, "__call__", recorded)
 
-    monkeypatch.setattr(define, "_free_calls", define._FreeCalls())  # nothing is prepared yet
+    define.forget_prepared()
     result = function()
     result.backward(torch.randn_like(result))
     return found
@@ -107,14 +107,14 @@ def each(calls, number):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_call_of_a_step_has_it(monkeypatch, name):
+def test_every_call_of_a_step_has_the_precision(monkeypatch, name):
     function, calls = CASES[name]
     of_gate = OF_GATE if name in ("moe", "MoE") else set()
     assert precisions(monkeypatch, functools.partial(function, precision="tf32")) == each(calls, 1) | of_gate
     assert precisions(monkeypatch, function) == each(calls, 0) | of_gate
 
 
-def test_so_has_that_of_a_group_of_ranks(monkeypatch):
+def test_every_call_of_a_group_has_the_precision(monkeypatch):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         for transport in ("ring", "all_to_all"):
@@ -141,19 +141,19 @@ def test_invalid_values_are_refused(value):
 
 
 @pytest.mark.parametrize(("operation", "arguments"), PRODUCTS, ids=[str(operation) for operation, _ in PRODUCTS])
-def test_c_reads_it(operation, arguments):
+def test_the_library_checks_the_precision(operation, arguments):
     """The library refuses a number that no option has."""
     with pytest.raises(ValueError, match=r"precision: got 7, expected 0 (to 2|or 1), an ab_precision"):
         operation(*arguments, 7, *([] if operation is torch_ops.grouped_matmul_dw else [0]))
 
 
-def test_a_layer_shows_it():
+def test_repr_shows_the_precision():
     assert "precision='tf32'" in repr(ab.MoE(D, F, num_experts=E, topk=K, precision="tf32"))
     assert "precision" not in repr(ab.MoE(D, F, num_experts=E, topk=K))
 
 
 def test_float32_weights_beside_bfloat16_rows():
-    """They are rounded for the GEMM; their gradients are unrounded float32."""
+    """The weights are rounded for the GEMM; their gradients are unrounded float32."""
     generator = torch.Generator().manual_seed(0)
     rows, w_in, w_out, d_y = (
         torch.randn(shape, generator=generator) for shape in ((R, D), (E, D, 2, F), (E, F, D), (R, D))

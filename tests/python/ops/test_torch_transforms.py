@@ -9,7 +9,7 @@ import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from anabranch.torch import combine, dispatch, expert_ffn, grouped_matmul, moe, plan, route, routed_experts
-from anabranch.torch.binding import calls
+from anabranch.torch.binding import define
 from torch_transforms import (
     assert_close,
     check_compiled,
@@ -137,18 +137,14 @@ def test_selective_checkpoints_compute_the_same_bits(function, kept):
         return checkpoint(function, *arguments, use_reentrant=False, context_fn=contexts)
 
     want_value, want = gradients(function, operands())
-    executed = []
-    run = calls.PreparedCalls.run
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(calls.PreparedCalls, "run", lambda self, given: (executed.append(self), run(self, given))[1])
-        leaves = [a.requires_grad_() for a in operands()]
-        value = saved(*leaves)
-        forward = len(executed)
-        value.backward()
-        with_backward = len(executed)
-        executed.clear()
-        function(*[a.requires_grad_() for a in operands()]).backward()
-    again = with_backward - len(executed)
+    start = define.num_runs()
+    leaves = [a.requires_grad_() for a in operands()]
+    value = saved(*leaves)
+    forward = define.num_runs() - start
+    value.backward()
+    with_backward = define.num_runs() - start
+    function(*[a.requires_grad_() for a in operands()]).backward()
+    again = 2 * with_backward - (define.num_runs() - start)
     assert again == 0 if kept == "ours" else 0 < again <= forward
     assert torch.equal(value, want_value)
     for leaf, gradient in zip(leaves, want, strict=True):
@@ -180,7 +176,7 @@ def test_arguments_that_are_not_contiguous(function):
     check_strided(function, operands)
 
 
-def test_one_tensor_in_several_places():
+def test_one_tensor_in_several_calls():
     """x is the input of two layers and a part of the cotangent, and the weights are used twice."""
     x, gate, w_in, w_out = operands()
 
@@ -235,7 +231,7 @@ def test_autocast_is_the_layer_in_its_dtype(device, gate_dtype):
 
 @pytest.mark.parametrize("rows_dtype", [torch.float32, torch.bfloat16])
 def test_autocast_is_the_experts_in_its_dtype(device, rows_dtype):
-    """Also with mixed dtypes, as torch's own matmuls under autocast return them."""
+    """The cases include mixed dtypes, which torch's own matmuls return under autocast."""
     x, _, w_in, w_out = operands()
     x, biases, sizes = (
         x.to(rows_dtype),
@@ -258,7 +254,7 @@ def test_autocast_is_the_experts_in_its_dtype(device, rows_dtype):
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def test_autocast_rounds_no_product_of_the_gate(device):
+def test_autocast_does_not_round_the_gates_gemms(device):
     x, gate, w_in, w_out = operands()
     want = moe(x.to(torch.bfloat16), gate, w_in, w_out, topk=K).weights
     with torch.autocast(device, torch.bfloat16):

@@ -257,7 +257,7 @@ def usual(router, experts, dense=None, after=None, **more):
     return Model(shapes, block_of(router, experts, dense, after))
 
 
-# ---------------------------------------------------------------- blocks of their own
+# ---------------------------------------------------------------- other blocks
 
 
 def gated_shared(name="shared_expert", gate="shared_expert_gate.weight"):

@@ -2,7 +2,7 @@
 argument.
 
 Functions and arguments are read from the package and from signatures, so new ones are tested automatically; a function
-needs one valid call in `CALLS`. Calls are traced, not run, because bad values have to be refused without data.
+needs one valid call in `CALLS`. Calls are traced, not run, because bad values must be refused without data.
 """
 
 import functools
@@ -39,21 +39,21 @@ LAYER = dict(in_features=D, hidden_features=F, num_experts=E, topk=K)
 BLOCK = dict(num_experts=E, num_experts_per_tok=K, intermediate_size=F)
 
 
-def made(layer, **arguments):
-    """A layer with random numbers of its own, because those of another trace cannot be used."""
+def make_layer(layer, **arguments):
+    """A layer with its own random keys, because those of another trace cannot be used."""
     return layer(**{"rngs": nnx.Rngs(0)} | arguments)
 
 
 def make_nnx(**arguments):
-    made(MoE, **arguments)
+    make_layer(MoE, **arguments)
 
 
 def call_nnx(**arguments):
-    return made(MoE, **LAYER)(**arguments)
+    return make_layer(MoE, **LAYER)(**arguments)
 
 
 def update_nnx(**arguments):
-    layer = made(MoE, **LAYER, score_function="sigmoid", use_expert_bias=True)
+    layer = make_layer(MoE, **LAYER, score_function="sigmoid", use_expert_bias=True)
     layer.update_expert_bias(**arguments)
     return layer.expert_bias[...]
 

@@ -104,7 +104,7 @@ def test_arrays_have_the_shapes_of_their_arguments(name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_only_what_the_checkpoint_has_in_pieces_is_copied(name):
+def test_only_arrays_in_several_tensors_are_copied(name):
     family = FAMILIES[name]
     tensors = checkpoint(family)
     block = load(name, tensors, **known(family))
@@ -147,7 +147,7 @@ def test_results_are_the_formulas():
         assert same_bits(np.ascontiguousarray(ours[:, 1]), up), name
 
 
-def test_a_file_that_is_read_on_demand_gives_its_block_alone():
+def test_only_the_blocks_tensors_of_an_open_file_are_read():
     class Handle:
         """The interface of safetensors' open files: keys and get_tensor, but no mapping."""
 
@@ -253,7 +253,7 @@ def test_a_missing_or_a_surplus_expert_is_an_error_that_names_its_tensor(name):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_every_size_is_that_of_every_tensor(name):
+def test_every_size_is_checked_in_every_tensor(name):
     """A tensor with one axis longer by one step is refused, including the router's tensors."""
     family, right = FAMILIES[name], checkpoint(FAMILIES[name])
     free = {"gate.tid2eid"}  # a table of any number of tokens and experts
@@ -265,7 +265,7 @@ def test_every_size_is_that_of_every_tensor(name):
                 load(name, right | {tensor: longer}, **known(family))
 
 
-def test_sizes_that_the_checkpoint_does_not_tell_have_to_be_given():
+def test_sizes_that_the_checkpoint_does_not_determine_are_required():
     longcat, dbrx = (checkpoint(FAMILIES[name]) for name in ("longcat_flash", "dbrx"))
     with pytest.raises(
         ValueError, match=r"num_experts: got None, expected E, which this family's router does not determine"

@@ -125,7 +125,7 @@ finally:
         (__file__, "invalid ELF header"),
         (
             None,
-            "got a library without ab_cuda_describe and 17 more, expected one of anabranch " + anabranch.__version__,
+            "got a library without ab_cuda_describe and 1 more, expected one of anabranch " + anabranch.__version__,
         ),
     ],
 )
@@ -137,6 +137,22 @@ def test_a_broken_cuda_library_is_explained_and_harmless(library, why):
     )
     result = _program(program, ANABRANCH_CUDA_LIBRARY=library)
     assert re.fullmatch(rf"\[0\]\nmissing: .*{why}.*\n", result.stdout), result.stdout + result.stderr
+
+
+def test_a_library_without_handlers_for_xla_serves_torch():
+    """One that is built with ANABRANCH_XLA=OFF."""
+    program = """
+import anabranch._library as library, numpy, torch
+library.HANDLERS = (*library.HANDLERS, "ab_xla_missing")
+import anabranch.torch, anabranch.jax
+print(anabranch.torch.route(torch.ones(2, 3), 1).experts[0].tolist())
+try:
+    anabranch.jax.route(numpy.ones((2, 3), "float32"), 1)
+except library.LibraryError as error:
+    print(error)
+"""
+    lines = _program(program).stdout.splitlines()
+    assert lines[0] == "[0]" and "got a library without ab_xla_missing, expected one of anabranch" in lines[1]
 
 
 @pytest.mark.parametrize("isa", ["baseline", "avx2"])
@@ -166,7 +182,7 @@ anabranch.jax.route(numpy.ones((2, 3), "float32"), 1)
 @pytest.mark.parametrize("operation", ["layer", "router"])
 def test_bench_prints_times_and_rates(operation, through, tmp_path, monkeypatch, capsys):
     pytest.importorskip(through)
-    monkeypatch.setattr(bench, "_PRODUCT", {"cpu": 64})
+    monkeypatch.setattr(bench, "_MATRIX_SIZE", {"cpu": 64})
     monkeypatch.setattr(bench, "_BATCH_SECONDS", 1e-6)
     file = tmp_path / "rows.json"
     options = ["--through", through, "--shape", "16,8,8,4,2", "--json", str(file)]

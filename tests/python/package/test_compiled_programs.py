@@ -59,14 +59,14 @@ def operands(dtype):
 
 
 def step(z, expert_bias, token_mask, num_tokens, **options):
-    """A routing, its loss, and the plan of its experts."""
+    """The results of the router, its loss, and the plan of the selected experts."""
     routing = route(z, K, expert_bias=expert_bias, token_mask=token_mask, **options)
     loss = load_balance_loss(routing.score_sum, routing.tokens_per_expert, K, 0.01, num_tokens)
     return (routing.weights, loss), (plan(routing.experts, E, align_size=8), routing.tokens_per_expert)
 
 
 def gradient(z, d_weights, *arrays, **options):
-    """`routing_step` and the gradient of the logits from the weights and the loss."""
+    """`step` and the gradient of the logits from the weights and the loss."""
     results, pull, others = jax.vjp(lambda z: step(z, *arrays, **options), z, has_aux=True)
     return results, others, pull((d_weights, jnp.float32(1)))[0]
 
@@ -106,8 +106,8 @@ class TestHlo:
         assert custom_calls(text) == ["ab_xla_router_backward", "ab_xla_router_forward"]
         assert passes_over_tokens(text) == []
 
-    def test_a_pass_would_be_seen(self, dtype):
-        """Test of the check: it finds the passes of a program that converts or transposes its logits."""
+    def test_the_check_finds_passes_over_tokens(self, dtype):
+        """A program that converts or transposes its logits has such passes."""
         z = operands(dtype)["z"]
         other = "float32" if dtype == "bfloat16" else "bfloat16"
         assert passes_over_tokens(compiled(lambda z: route(z.astype(other), K), z))
@@ -115,8 +115,8 @@ class TestHlo:
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
-def test_only_programs_for_a_gpu_hold_workspaces(platform):
-    """They are as large as activations, and the CPU handlers do not use them."""
+def test_only_programs_for_a_gpu_have_workspaces(platform):
+    """Workspaces are as large as activations, and the CPU handlers do not use them."""
 
     def ffn(rows, w_in, w_out, group_sizes):
         return jax.grad(lambda *a: expert_ffn(*a, group_sizes).sum(), (0, 1, 2))(rows, w_in, w_out)
@@ -130,7 +130,7 @@ def test_only_programs_for_a_gpu_hold_workspaces(platform):
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
-def test_a_layer_holds_no_rows_of_its_width(platform):
+def test_a_layer_stores_no_rows_of_its_width(platform):
     """Rows [R, D] are summed by token as they are computed, forward and backward; h's buffer is reused, not copied."""
     D, F = 56, 24
 
@@ -163,7 +163,7 @@ def test_a_layer_holds_no_rows_of_its_width(platform):
 @pytest.mark.parametrize("w_in_layout", IN_LAYOUTS)
 @pytest.mark.parametrize("w_out_layout", OUT_LAYOUTS)
 def test_weights_in_any_layout_are_neither_copied_nor_transposed(w_in_layout, w_out_layout):
-    """Nor are their gradients: outside of the calls, a step allocates no array of their size."""
+    """Outside of the calls, a step allocates no array of the size of the weights or their gradients."""
     D, F = 56, 24
     layouts = Layouts(w_in_layout, w_out_layout)
 
@@ -179,7 +179,7 @@ def test_weights_in_any_layout_are_neither_copied_nor_transposed(w_in_layout, w_
 
 
 def device_events(directory, call):
-    """Names of what ran on the GPU, kernels and copies, while `call` was made."""
+    """The names of the kernels and copies that ran on the GPU during `call`."""
     with jax.profiler.trace(directory):
         call()
     (file,) = pathlib.Path(directory).rglob("*.xplane.pb")
@@ -197,7 +197,7 @@ def assert_no_copies(run, directory):
     jax.block_until_ready(run())
     fetched = device_events(directory / "fetched", lambda: np.asarray(run()))
     if not copies_to_the_host(fetched):
-        pytest.skip(f"THE PROFILER SHOWS NO COPIES HERE: a step was not looked at; it showed {fetched[:20]}")
+        pytest.skip(f"THE PROFILER SHOWS NO COPIES HERE: no step was checked; it showed {fetched[:20]}")
     events = device_events(directory / "step", lambda: jax.block_until_ready(run()))
     assert len(events) >= 3 and not copies_to_the_host(events)
 
@@ -239,7 +239,7 @@ def test_training_a_layer_copies_nothing_to_the_host(gpu, tmp_path, dtype):
 
 @pytest.mark.gpu
 @dtypes
-def test_command_buffers_hold_every_call(gpu, tmp_path, dtype):
+def test_command_buffers_contain_every_call(gpu, tmp_path, dtype):
     """XLA launches a step's calls as graphs: each of them can be captured."""
     train, arrays = training_step(dtype)
     dump = {"xla_dump_to": str(tmp_path), "xla_dump_hlo_as_text": True}

@@ -29,7 +29,7 @@ def tensor(array):
 
 
 def needed(library, function, values):
-    """Bytes that the function's query asks for."""
+    """The number of bytes that the function's query returns."""
     struct = _structs.ARGS[function.removeprefix("ab_cuda_")]
     fields = {name: tensor(value) if isinstance(value, np.ndarray) else value for name, value in values.items()}
     args, size = struct(size=ctypes.sizeof(struct), **fields), ctypes.c_size_t()
@@ -135,7 +135,7 @@ def test_expert_ffn_forward(library, R, E, D, F, dtype):
 
 @expert_shapes
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_first_half_alone_needs_none(library, R, E, D, F, dtype):
+def test_the_up_projection_alone_needs_no_workspace(library, R, E, D, F, dtype):
     values = ffn_values(R, E, D, F, 2, dtype) | {"a": np.empty((R, F), DTYPES[dtype])}
     del values["w_out"]
     assert needed(library, "ab_cuda_expert_ffn_forward", values) == 0
@@ -162,13 +162,15 @@ def test_grouped_matmul_combine(library, R, E, D, F, backward, transpose_w, dtyp
         assert needed(library, "ab_cuda_grouped_matmul_combine", values) == bound
 
 
-def test_rows_that_are_summed_come_in_chunks_from_2048_columns_on():
+def test_summed_rows_of_2048_columns_or_more_come_in_chunks():
     workspace = functools.partial(workspaces.grouped_matmul_combine, dtype="bfloat16")
     for terms, backward in ((256, False), (512, True)):
         assert workspace(524288, 256, terms, 4096, backward=backward) == 524288 * 960 * 2
         assert workspace(524288, 256, terms, 1536, backward=backward) == 524288 * 1536 * 2
     assert workspace(262144, 128, 1024, 4096) == 262144 * 4096 * 2
-    assert workspace(131072, 32, 2880, 2880) == 131072 * 1536 * 2, "larger than w_out, where a has the room of w_in"
+    assert workspace(131072, 32, 2880, 2880) == 131072 * 1536 * 2, (
+        "a chunk is larger than w_out, because the memory of w_in is free"
+    )
     assert workspace(131072, 32, 5760, 2880, backward=True) == 131072 * 2880 * 2
 
 
@@ -192,7 +194,13 @@ def test_expert_ffn_backward(library, R, E, D, F, P, dtype, d_dtype):
     bound_of = functools.partial(workspaces.ffn_backward, R, (E, D, P, F), DTYPES[dtype], DTYPES[d_dtype])
     bound = bound_of(weighted_a=True, d_weights=True, d_w_out=True, d_w_in=True)
     assert needed(library, "ab_cuda_expert_ffn_backward", values) <= bound
-    for output in ("d_w_in", "d_w_out", "d_b_in", "d_b_out", "d_weights"):  # any of them may need the most
+    for output in (
+        "d_w_in",
+        "d_w_out",
+        "d_b_in",
+        "d_b_out",
+        "d_weights",
+    ):  # each of them may need the largest workspace
         some = {name: value for name, value in values.items() if not name.startswith("d_") or name in (output, "d_out")}
         assert needed(library, "ab_cuda_expert_ffn_backward", some) <= bound, output
     values |= {"weighted_a": np.empty((R, F), DTYPES[dtype])}
@@ -207,7 +215,7 @@ def test_expert_ffn_backward(library, R, E, D, F, P, dtype, d_dtype):
         assert needed(library, "ab_cuda_expert_ffn_backward", some) <= bound, results
 
 
-def test_a_library_is_asked_for_every_bound_of_the_headers():
+def test_a_library_must_have_every_bound_of_the_headers():
     headers = (pathlib.Path(__file__).parents[3] / "include" / "anabranch").glob("*.h")
     declared = {name for header in headers for name in re.findall(r"\bab_cuda_\w+_bound\b", header.read_text())}
     assert set(_library.WORKSPACE_BOUNDS) == declared

@@ -136,8 +136,8 @@ def test_a_gradient_of_a_gradient_is_an_error(name):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_gradient_with_a_graph_has_one_where_it_depends_on_something(name):
-    """Also by each operand with the others frozen; the cotangent may be a constant."""
+def test_create_graph_returns_gradients_with_a_graph(name):
+    """Tests all operands, and each operand with the others frozen; the cotangent may be a constant."""
     for trained in [places(name), *((i,) for i in places(name))]:
         leaves = [leaf.requires_grad_(i in trained) for i, leaf in enumerate(leaves_of(name))]
         wanted = [leaves[i] for i in trained]
@@ -193,7 +193,7 @@ def test_forward_mode_raises_our_error(name):
 
 @pytest.mark.skipif(torch.__version__ < (2, 11), reason="this torch raises when it compiles torch.func.grad")
 def test_torch_compile_around_torch_func_is_the_eager_gradient():
-    """All of them in one program, since that is compiled once."""
+    """One program contains all functions, because it is compiled only once."""
 
     def found(leaves):
         return {n: torch.func.grad(curved(n), argnums=places(n))(*leaves[n]) for n in CASES}

@@ -1,4 +1,4 @@
-"""Without optional packages, every command still prints its help, and otherwise one line with the remedy."""
+"""Without optional packages, every command prints its help; otherwise it prints one line that says what to install."""
 
 import builtins
 import json
@@ -117,7 +117,9 @@ def test_an_import_says_how_to_install_what_it_needs(module, package):
         ("anabranch.torch.transformers", "transformers", "anabranch.torch.transformers.adapter"),
     ],
 )
-def test_so_does_one_of_a_layer_and_of_the_adapter(module, package, defined_in, monkeypatch):
+def test_an_import_of_a_layer_or_the_adapter_says_how_to_install_what_it_needs(
+    module, package, defined_in, monkeypatch
+):
     def import_any_other(name, *arguments):
         if name.partition(".")[0] == package:
             raise ModuleNotFoundError(f"No module named {package!r}", name=package)

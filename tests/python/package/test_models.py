@@ -83,9 +83,9 @@ def random_tensors(model, seed):
         fan_in = (
             D if len(shape) < 2 else shape[-2] if re.search(r"gate_up_proj$", name) and shape[-2] == D else shape[-1]
         )
-        of_router = re.match(r"gate\.|router\.|mlp\.gate\.|moe\.(gate\.weight|router)|block_sparse_moe\.router", name)
+        is_router = re.match(r"gate\.|router\.|mlp\.gate\.|moe\.(gate\.weight|router)|block_sparse_moe\.router", name)
         first = re.search(r"gate_up|gate_proj|up_proj|\.w1\b|\.w3\b|v1$|w13|fc1|input_linear|\.wi\.", name)
-        scale = 1.5 if of_router else 12.0 if first else 1.0
+        scale = 1.5 if is_router else 12.0 if first else 1.0
         if name.endswith("tid2eid"):
             tensors[name] = np.stack([rng.permutation(16)[: shape[1]] for _ in range(shape[0])]).astype(np.int32)
         elif re.search("norm|scale", name):
@@ -187,11 +187,11 @@ def arrays_of(family, case):
     return jax.tree.map(as_jax, (loaded(family, case.tensors), case.inputs))
 
 
-def assert_gradients(got, want, of_tables):
+def assert_gradients(got, want, without_gradient):
     """Checks the gradient of every array of the block, and of each expert."""
     for part in ("router", "experts", "shared", "others"):
         for name, gradient in getattr(want, part).items():
-            if name in of_tables:
+            if name in without_gradient:
                 continue
             ours = np.asarray(getattr(got, part)[name])
             assert_close(ours, gradient, BOUND, f"gradient of {name} ({part})")

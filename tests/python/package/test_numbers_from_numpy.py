@@ -1,4 +1,4 @@
-"""Numbers on the host are never wrapped or rounded: they count by value, or are refused by name.
+"""Numbers on the host are never wrapped or rounded: their value counts, or an error names the argument.
 
 JAX truncates numpy's int64 and uint64 by default.
 """
@@ -22,7 +22,7 @@ def int64(*values):
     return np.array(values, np.int64)
 
 
-def test_sizes_past_the_rows_are_cut():
+def test_sizes_past_the_rows_are_clipped():
     w = jnp.array([[[1.0]], [[2.0]]])
     assert ab.grouped_matmul(ONES, w, int64(WIDE, 1)).ravel().tolist() == [1, 1]
     assert ab.grouped_matmul(ONES, w, int64(-WIDE, 1)).ravel().tolist() == [2, 0]
@@ -79,14 +79,14 @@ REFUSED = [
 @pytest.mark.parametrize(
     "function, good, bad", REFUSED, ids=[f"{f.__name__}-{next(iter(bad))}" for f, _, bad in REFUSED]
 )
-def test_numbers_that_cannot_be_held_are_refused(function, good, bad):
+def test_numbers_that_cannot_be_represented_are_refused(function, good, bad):
     ((name, _),) = bad.items()
     with pytest.raises((ValueError, TypeError), match=f"^{name}: got "):
         function(**good | bad)
 
 
 def test_a_number_of_tokens_on_a_device_is_data():
-    """Its value is not checked: 0 and less count as no tokens, and NaN reaches the loss."""
+    """The value is not checked: 0 and negative numbers count as no tokens, and NaN reaches the loss."""
     for tokens, want in ((-3, 0), (0, 0), (jnp.nan, jnp.nan), (4.0, 0.25)):
         loss = jax.jit(lambda n: ab.load_balance_loss(SCORES, SCORES, 1, 1.0, n))(jnp.float32(tokens))
         np.testing.assert_array_equal(loss, np.float32(want))
@@ -100,7 +100,7 @@ def test_a_bitmap_is_not_mistaken_for_a_bytemap():
         ab.token_dispatch(ONES, bits, 4)
 
 
-def test_padding_that_needs_too_many_rows_is_blamed_on_the_alignment():
+def test_too_many_rows_of_padding_are_an_error_of_the_alignment():
     with pytest.raises(ValueError, match=r"^align_size: got 2147483647"):
         ab.token_dispatch(ONES, np.ones((2, 2), bool), 4, align_size=2**31 - 1)
     with pytest.raises(ValueError, match="num_rows: got None, which with align_size 1073741824"):
@@ -138,7 +138,7 @@ def test_a_second_derivative_is_refused_by_name(name, jitted):
         jax.grad(lambda x: first(x).sum())(jnp.ones((2, 2)))
 
 
-def test_forced_experts_that_are_all_switched_off():
+def test_forced_experts_with_logits_of_minus_infinity():
     """Normalised softmax weights are then 0 / 0 = NaN; all others are 0, and so are their gradients."""
     logits, forced = jnp.array([[1.0, 2.0, -jnp.inf]]), jnp.array([[2]])
 

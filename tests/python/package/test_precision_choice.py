@@ -29,7 +29,7 @@ SIZES = [
         (dict(T=0), "an empty layer"),
     ],
 )
-def test_where_fp8_can_not_be_had_it_is_highest(change, why):
+def test_unsupported_fp8_gives_highest(change, why):
     sizes = {name: value for name, value in change.items() if name in LayerSize._fields}
     options = HOPPER | {name: value for name, value in change.items() if name not in sizes}
     assert choose_precision(QWEN3, **HOPPER).precision == "fp8"
@@ -72,10 +72,10 @@ def test_more_of_anything_takes_longer(size, name):
     assert less.highest < more.highest and less.fp8 < more.fp8
 
 
-def test_weights_that_are_wider_favour_those_that_are_kept():
+def test_float32_weights_favour_given_quantised_weights():
     """float32 weights are rounded in every pass, quantised ones are not."""
-    of_16, of_32 = (choose_precision(QWEN3, **HOPPER, weight_bytes=size, kept=PASSES) for size in (2, 4))
-    assert of_32.fp8 == of_16.fp8 and of_32.highest > of_16.highest
+    in_16_bits, in_32_bits = (choose_precision(QWEN3, **HOPPER, weight_bytes=size, kept=PASSES) for size in (2, 4))
+    assert in_32_bits.fp8 == in_16_bits.fp8 and in_32_bits.highest > in_16_bits.highest
 
 
 def test_passes_are_named():

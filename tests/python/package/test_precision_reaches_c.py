@@ -38,7 +38,7 @@ def after_router(x, weights, w_in, w_out, **options):
     return ab.routed_experts(x, EXPERTS, weights, w_in, w_out, **options).output
 
 
-def of_rows(x, w_in, w_out, **options):
+def ffn_of_rows(x, w_in, w_out, **options):
     return ab.expert_ffn(x, w_in, w_out, SIZES, **options)
 
 
@@ -69,7 +69,7 @@ CASES = {
     "moe": (layer, (ones(T, D), ones(D, E), *MATRICES), OF_LAYER),
     "moe_on_a_mesh": (on_mesh, (ones(T, D), ones(D, E), *MATRICES), OF_LAYER),
     "routed_experts": (after_router, (ones(T, D), ones(T, K), *MATRICES), OF_LAYER),
-    "expert_ffn": (of_rows, (ones(R, D), *MATRICES), {FORWARD, BACKWARD}),
+    "expert_ffn": (ffn_of_rows, (ones(R, D), *MATRICES), {FORWARD, BACKWARD}),
     "grouped_matmul": (product, (ones(R, D), ones(E, D, F)), PRODUCTS),
     "vmap": (mapped, (ones(R, D), ones(E, D, F)), PRODUCTS),
 }
@@ -99,7 +99,7 @@ def each(calls, number):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_call_of_a_step_has_it(name):
+def test_every_call_of_a_step_has_the_precision(name):
     function, operands, calls = CASES[name]
     rounded = precisions(program(functools.partial(function, precision="tf32"), *operands))
     assert rounded == each(calls, 1)
@@ -109,15 +109,19 @@ def test_every_call_of_a_step_has_it(name):
 
 
 @pytest.mark.parametrize("name", LAYERS)
-def test_layers_have_it(name):
-    """Also in the shared expert, whose matmuls are XLA's; the gate's matmuls are unchanged."""
-    for options, number, of_shared in ((dict(precision="tf32"), 1, "HIGH"), ({}, 0, "HIGHEST")):
+def test_every_call_of_a_layer_has_the_precision(name):
+    """The shared expert, whose matmuls are XLA's, has the precision too; the gate's matmuls are unchanged."""
+    for options, number, shared_precision in ((dict(precision="tf32"), 1, "HIGH"), ({}, 0, "HIGHEST")):
         text = program_of_layer(name, **options)
         assert precisions(text) == each(OF_LAYER, number)
-        shared = [line for line in text.splitlines() if "dot_general" in line and f"[{of_shared}, {of_shared}]" in line]
+        shared = [
+            line
+            for line in text.splitlines()
+            if "dot_general" in line and f"[{shared_precision}, {shared_precision}]" in line
+        ]
         gate = program_of_layer(name, **options, shared_features=0).count("dot_general")
         assert text.count("dot_general") - gate == 6  # two matmuls with two gradients each
-        assert len(shared) == (6 if of_shared == "HIGH" else text.count("dot_general"))
+        assert len(shared) == (6 if shared_precision == "HIGH" else text.count("dot_general"))
 
 
 def program_of_layer(name, shared_features=7, **options):
@@ -141,16 +145,16 @@ JAXS = [
 
 
 @pytest.mark.parametrize(("precision", "number"), JAXS, ids=str)
-def test_jaxs_own_argument_is_not_left_aside(precision, number):
+def test_jaxs_own_argument_is_used(precision, number):
     """`ragged_dot` and `grouped_dense` have the precision argument of jax.lax.ragged_dot."""
     x, w, bias = ones(R, D), ones(E, D, F), ones(E, F)
-    of_ragged = program(lambda x, w: ab.ragged_dot(x, w, SIZES, precision=precision), x, w)
-    assert precisions(of_ragged) == each(PRODUCTS, number)
-    of_dense = program(lambda x, w: ab.grouped_dense(x, w, SIZES, precision=precision), x, w)
-    assert precisions(of_dense) == each(PRODUCTS, number)
+    ragged_program = program(lambda x, w: ab.ragged_dot(x, w, SIZES, precision=precision), x, w)
+    assert precisions(ragged_program) == each(PRODUCTS, number)
+    dense_program = program(lambda x, w: ab.grouped_dense(x, w, SIZES, precision=precision), x, w)
+    assert precisions(dense_program) == each(PRODUCTS, number)
     biased = program(lambda x, w, b: ab.grouped_dense(x, w, SIZES, bias=b, precision=precision), x, w, bias)
-    of_bias = ("grouped_matmul_dw", 0)  # a sum, no GEMM
-    assert precisions(biased) == {*each({COMBINE, *PRODUCTS}, number), of_bias}
+    bias_call = ("grouped_matmul_dw", 0)  # a sum, no GEMM
+    assert precisions(biased) == {*each({COMBINE, *PRODUCTS}, number), bias_call}
 
 
 def test_copies_of_16_bits_multiply_as_tf32():
@@ -178,7 +182,7 @@ def test_invalid_values_are_refused(value):
             function(precision=value)
 
 
-# ---------------------------------------------------------------- the other side of the call
+# ---------------------------------------------------------------- in the C library
 
 
 def wrong_product():
@@ -208,7 +212,7 @@ def wrong_backward():
 @pytest.mark.parametrize(
     "call", [wrong_product, wrong_weight_gradient, wrong_sum, wrong_forward, wrong_backward], ids=lambda f: f.__name__
 )
-def test_c_reads_it(call):
+def test_the_library_checks_the_precision(call):
     """The library refuses a number that no option has."""
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"precision: got 7, expected 0 (to 2|or 1), an ab_precision"):
         jax.block_until_ready(call())

@@ -6,7 +6,7 @@ from pathlib import Path
 SOURCES = Path(__file__).parents[3] / "src"
 #: From the bottom up. Folders of one row don't include one another.
 LEVELS = (
-    ("core",),
+    ("core", "torch"),
     ("core/cuda",),
     ("balance", "dispatch"),
     ("router", "experts"),

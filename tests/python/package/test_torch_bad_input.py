@@ -2,7 +2,7 @@
 argument.
 
 Functions and arguments are read from the package and from signatures, so new ones are tested automatically; a function
-needs one valid call in `CALLS`. Tensors are on the device "meta", because bad values have to be refused without data.
+needs one valid call in `CALLS`. Tensors are on the device "meta", because bad values must be refused without data.
 """
 
 import inspect
@@ -125,19 +125,40 @@ def test_a_bad_value_is_an_error_that_names_its_argument(function):
 def test_changed_calls_are_checked_again():
     found, calls = check.CheckCache(max_entries=2), []
 
-    def checked(tensors, options):
-        return found.check(tensors, options, lambda: calls.append((tensors, options)) or len(calls))
+    def checked(per_token, tensors, options):
+        return found.check(per_token, tensors, options, lambda: calls.append(options) or len(calls))
 
     x = torch.zeros(2, 3)
-    assert [checked([x, None], [2, "silu"]), checked([torch.ones(2, 3), None], [2, "silu"])] == [1, 1]
+    assert [checked([x], [x, None], [2, "silu"]), checked([torch.ones(2, 3)], [x, None], [2, "silu"])] == [1, 1]
     different = [x.double(), x.T, x.to("meta"), x.to_sparse(), torch.nn.Parameter(x), None]
-    assert [checked([other, None], [2, "silu"]) for other in different] == [2, 3, 4, 5, 6, 7]
-    assert [checked([x, None], [other, "silu"]) for other in (2.0, True, 3)] == [8, 9, 10]
-    assert checked([None, x], [2, "silu"]) == 11
+    assert [checked([x], [other, None], [2, "silu"]) for other in different] == [2, 3, 4, 5, 6, 7]
+    assert [checked([x], [x, None], [other, "silu"]) for other in (2.0, True, 3)] == [8, 9, 10]
+    assert checked([x], [None, x], [2, "silu"]) == 11
     assert len(found.results) <= 2
     for _ in range(2):  # neither a tensor nor hashable
         before = len(calls)
-        assert [checked([[1.0]], [2]), checked([x], [[2]])] == [before + 1, before + 2]
+        assert [checked([x], [[1.0]], [2]), checked([x], [x], [[2]])] == [before + 1, before + 2]
+
+
+def test_another_number_of_tokens_is_not_checked_again_if_all_arguments_agree_on_it():
+    found, calls = check.CheckCache(), []
+
+    def checked(*per_token):
+        return found.check(per_token, [None], [2], lambda: calls.append(per_token) or len(calls))
+
+    def arguments(*leading, mask=None, experts=None):
+        return (
+            torch.zeros(*leading, 3),
+            torch.zeros(*(leading if mask is None else mask)),
+            torch.zeros(*(leading if experts is None else experts), 2),
+        )
+
+    assert [checked(*arguments(n)) for n in (5, 6, 0, 3)] == [1, 1, 1, 1]
+    assert [checked(*arguments(2, n)) for n in (5, 6, 3)] == [2, 2, 2]
+    assert checked(*arguments(5, mask=[6])) == 3 and checked(*arguments(5, experts=[4])) == 4
+    assert checked(*arguments(5, mask=[1, 5])) == 5
+    assert [checked(*arguments(n)) for n in (2**16, 2**17, 2**16, 7)] == [6, 7, 6, 1]
+    assert checked(arguments(5)[0], None, arguments(5)[2]) == 8
 
 
 def test_errors_come_again_and_after_good_calls():

@@ -74,7 +74,7 @@ def test_a_captured_graph_has_the_bits_of_eager_calls(of):
             one.new_tokens(seed)
         graph.replay()
         assert_same_bits(captured, eager())
-    if of == "MoE":  # two calls to warm up, two replays; two eager ones
+    if of == "MoE":  # two warm-up calls and two replays of the graph; two eager calls
         assert step.layer.tokens_per_expert.sum() == 2 * eager.layer.tokens_per_expert.sum() == 4 * T * K
 
 
@@ -95,7 +95,7 @@ def test_reduce_overhead_has_the_bits_of_the_program_without_graphs(of):
 
 @pytest.mark.parametrize("of", ["moe", "MoE"])
 def test_calls_are_on_the_current_stream(of):
-    """Calls on a busy side stream see the tokens that earlier work on it writes."""
+    """Calls on a busy side stream read the tokens that earlier work on it writes."""
     step, eager = Step(of), Step(of)
     eager.new_tokens(11)
     want, late = eager(), normal(T, D, seed=11)
@@ -170,7 +170,7 @@ def on_device(index, current):
 def test_several_devices_of_one_process():
     count = torch.cuda.device_count()
     if count < 2:
-        pytest.skip("ONE GPU FOUND: several of them in one process are not tested")
+        pytest.skip("ONE GPU FOUND: several GPUs in one process are not tested")
     want = on_device(0, 0)
     for index in range(1, count):
         assert_same_bits(on_device(index, index), want)

@@ -58,9 +58,10 @@ def test_contents(wheel):
         f"anabranch/{source.relative_to(ROOT / 'python/anabranch')}" for source in ROOT.glob("python/anabranch/**/*.py")
     }
     headers = {f"anabranch/include/anabranch/{header.name}" for header in ROOT.glob("include/anabranch/*.h")}
-    libraries = {"anabranch/lib/libanabranch.so", "anabranch/lib/libanabranch_cuda.so"}
+    required = {"anabranch/lib/libanabranch.so", "anabranch/lib/libanabranch_torch.so"}
+    libraries = {*required, "anabranch/lib/libanabranch_cuda.so"}
     assert set(names) - libraries == sources | headers | {"anabranch/py.typed"}
-    assert "anabranch/lib/libanabranch.so" in names
+    assert required <= set(names)
     assert path.stat().st_size < 100e6
 
 

@@ -61,10 +61,10 @@ def function_of(case, own, options):
     passed = {name: in_torch.tensor(own.pop(name)) for name in PASSED if name in own}
     compiled = (lambda f: torch.compile(f, fullgraph=True, backend="aot_eager")) if case["compiled"] else lambda f: f
     if case["module"]:
-        layer = module_in_torch.made(own, case["num_experts"], **options)
+        layer = module_in_torch.make_layer(own, case["num_experts"], **options)
         floats = {"x": in_torch.tensor(own["x"]).requires_grad_(), **dict(layer.named_parameters())}
         call = compiled(layer)
-        rename = lambda found: module_in_torch.by_our_names(found, layer, options)  # noqa: E731
+        rename = lambda found: module_in_torch.with_oracle_names(found, layer, options)  # noqa: E731
         return lambda: call(floats["x"], **passed), floats, rename
     given, floats = in_torch.leaves(own)
     call = compiled(moe if "gate" in own else routed_experts)
@@ -74,7 +74,7 @@ def function_of(case, own, options):
 def run(case, arrays, rank, ranks, mesh):
     """Results and gradients of the case.
 
-    The mean of the ranks' losses has to be the loss of the whole batch, a sum over tokens. So a rank's loss is the part
+    The mean of the ranks' losses must be the loss of the whole batch, a sum over tokens. So a rank's loss is the part
     of its own tokens times the number of ranks. Losses over all tokens are equal on every rank.
     """
     own = {name: part(name, array, rank, ranks, mesh["expert"].size()) for name, array in arrays.items()}
@@ -88,7 +88,7 @@ def run(case, arrays, rank, ranks, mesh):
     def both_passes():
         result = function()
         names = [name for name in cotangents if getattr(result, name, None) is not None]
-        return result, in_torch.pulled([(getattr(result, name), cotangents[name]) for name in names], floats)
+        return result, in_torch.gradients_of([(getattr(result, name), cotangents[name]) for name in names], floats)
 
     if case["compiled"] and on_cuda():  # compilation may synchronise
         both_passes()

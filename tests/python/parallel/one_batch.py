@@ -30,12 +30,12 @@ def batch(ranks):
     return x, torch.tensor(rng.random((2, ranks, 9)) < np.linspace(0.9, 0.5, ranks)[:, None])
 
 
-def of_rank(rank, ranks):
+def rank_batches(rank, ranks):
     """The micro-batches of a rank."""
     return [(part[rank], real[rank]) for part, real in zip(*batch(ranks), strict=True)]
 
 
-def made(num_experts=E, **options):
+def make_layer(num_experts=E, **options):
     """The layer, with the same parameters on every call and rank."""
     torch.manual_seed(0)
     return MoE(D, F, num_experts, K, **OPTIONS | options)
@@ -48,7 +48,7 @@ def loss_of(result):
 
 def one_process(ranks, model=None):
     """A model (default: the layer) with gradients accumulated over two micro-batches, and its results."""
-    model = made() if model is None else model
+    model = make_layer() if model is None else model
     results = [model(part, token_mask=real) for part, real in zip(*batch(ranks), strict=True)]
     for result in results:
         loss_of(result).backward()

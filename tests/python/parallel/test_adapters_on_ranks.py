@@ -6,7 +6,7 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
-from one_batch import D, E, check_results, loss_of, made, of_rank, one_process, run_in_processes
+from one_batch import D, E, check_results, loss_of, make_layer, one_process, rank_batches, run_in_processes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -24,7 +24,7 @@ class Block(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         self.before = nn.Linear(D, D)
-        self.moe = made(**options)
+        self.moe = make_layer(**options)
 
     def forward(self, x, **given):
         return self.moe(x + self.before(x), **given)
@@ -34,7 +34,7 @@ def experts_of(layer):
     return slice(layer.rank * layer.local_experts, (layer.rank + 1) * layer.local_experts)
 
 
-# ---------------------------------------------------------------- what is put on a block
+# ---------------------------------------------------------------- blocks with adapters and hooks
 
 
 def with_lora_of_experts(**options):
@@ -71,8 +71,8 @@ def lora_part(name, whole, mine):
 
 def part(name, whole, mine):
     """This rank's part of a parameter of the whole model."""
-    of_experts = "moe." in name and not any(f"{other}" in name for other in ("gate.", "shared_expert"))
-    if not of_experts:
+    is_expert_parameter = "moe." in name and not any(f"{other}" in name for other in ("gate.", "shared_expert"))
+    if not is_expert_parameter:
         return whole
     return lora_part(name, whole, mine) if "lora_" in name else whole[mine]
 
@@ -111,7 +111,7 @@ def check_ddp(rank, build, shared):
     wrapped = DistributedDataParallel(ddp_ignore_experts(filled(model, whole, mine)))
     _, want = one_process(RANKS, whole)
     results = []
-    for x, real in of_rank(rank, RANKS):
+    for x, real in rank_batches(rank, RANKS):
         results.append(wrapped(x, token_mask=real))
         loss_of(results[-1]).backward()
     check_results(results, rank, want)
@@ -140,7 +140,7 @@ def check_adapters_that_come_later(rank):
             if "lora_" in name:
                 value.fill_(rank + 1.0)
     wrapped = DistributedDataParallel(model)
-    x, real = of_rank(rank, RANKS)[0]
+    x, real = rank_batches(rank, RANKS)[0]
     loss_of(wrapped(x, token_mask=real)).backward()
     others = {name: value for name, value in model.named_parameters() if "moe." in name and "lora_A.other" in name}
     assert {name: float(value[0, 0]) for name, value in others.items()} == {
@@ -161,7 +161,7 @@ class Scaled(nn.Module):
 
 def check_undetectable_differences(rank):
     """Experts computed from another module's parameter: DDP would average it, and clipping counts it."""
-    x, real = of_rank(rank, RANKS)[0]
+    x, real = rank_batches(rank, RANKS)[0]
     block = Block(group=dist.group.WORLD)
     block.scale = nn.Parameter(torch.ones(E // RANKS, 1, 1))
     parametrize.register_parametrization(block.moe, "down_proj", Scaled(block.scale))
@@ -170,14 +170,14 @@ def check_undetectable_differences(rank):
     loss_of(block(x, token_mask=real)).backward()
     for value in (value for name, value in block.named_parameters() if name != "scale"):
         value.grad = None
-    of_all = block.scale.grad.square().sum()
-    dist.all_reduce(of_all)
-    torch.testing.assert_close(clip_grad_norm_(block, 1e3), of_all.sqrt())
+    squares = block.scale.grad.square().sum()
+    dist.all_reduce(squares)
+    torch.testing.assert_close(clip_grad_norm_(block, 1e3), squares.sqrt())
 
 
 def check_masks_that_ddp_would_broadcast(rank):
     """DDP would broadcast the first rank's pruning mask, if pruning follows DDP."""
-    x, real = of_rank(rank, RANKS)[0]
+    x, real = rank_batches(rank, RANKS)[0]
     block = Block(group=dist.group.WORLD)
     wrapped = DistributedDataParallel(ddp_ignore_experts(block))
     prune.random_unstructured(block.moe, "down_proj", 0.5)

@@ -43,8 +43,8 @@ def test_rows_fit_for_every_routing(ranks, local, tokens, align_size, favourites
     rows = aligned(counts_of(experts, E), align_size).reshape(ranks, ranks, local)
     b = bounds(ranks, local, tokens, topk, align_size)
     assert rows.sum(-1).max() <= Padded(b).bounds.region
-    assert rows.sum((1, 2)).max() <= Ragged(b)._leaving
-    assert rows.sum((0, 2)).max() <= Ragged(b)._arriving
+    assert rows.sum((1, 2)).max() <= Ragged(b)._outgoing_rows
+    assert rows.sum((0, 2)).max() <= Ragged(b)._incoming_rows
     assert rows.sum((0, 2)).max() <= num_rows_needed(b.arriving_slots, b.experts, align_size)
     together = aligned(counts_of(experts, E).sum(0), align_size).reshape(ranks, local).sum(-1)
     assert together.max() <= num_rows_needed(b.arriving_slots, local, align_size)  # transport="ring"
@@ -55,13 +55,15 @@ def test_the_worst_case_fills_the_buffers(capacity):
     """All ranks send all they can to one rank: 4 ranks of 6 tokens, each with 2 of its 3 assignments there."""
     b = bounds(4, 2, 6, 3, capacity=capacity)
     assert b.pair_slots == min(12, capacity or 12) and b.arriving_slots == min(48, capacity or 48)
-    assert Padded(b).bounds.region == b.pair_slots and Ragged(b)._arriving == b.arriving_slots
+    assert Padded(b).bounds.region == b.pair_slots and Ragged(b)._incoming_rows == b.arriving_slots
 
 
 def test_padding_of_every_source_and_expert_has_room():
     """Each rank has one assignment per expert, which gets 8 rows."""
     b = bounds(4, 2, 1, 8, align_size=8)
-    assert Padded(b).bounds.region == 2 * 8 and Ragged(b)._arriving == 4 * 2 * 8 and Ragged(b)._leaving == 8 * 8
+    assert (
+        Padded(b).bounds.region == 2 * 8 and Ragged(b)._incoming_rows == 4 * 2 * 8 and Ragged(b)._outgoing_rows == 8 * 8
+    )
 
 
 def test_a_capacity_beyond_all_slots_drops_nothing():
@@ -73,7 +75,7 @@ def test_a_capacity_beyond_all_slots_drops_nothing():
 
 
 @pytest.mark.parametrize("transport", ["ring", "all_to_all", "ragged"])
-def test_counts_and_rows_that_int32_does_not_hold_are_an_error(transport):
+def test_counts_and_rows_beyond_int32_are_an_error(transport):
     bounds(256, 4, 2**20, 4, align_size=128).check(transport)
     with pytest.raises(ValueError, match=r"x: got 1048576 tokens with topk 4 on each of 512 ranks, expected fewer"):
         bounds(512, 4, 2**20, 4, capacity=10).check(transport)

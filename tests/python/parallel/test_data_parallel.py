@@ -5,7 +5,18 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from one_batch import D, E, batch, check_gradients, check_results, loss_of, made, of_rank, one_process, run_in_processes
+from one_batch import (
+    D,
+    E,
+    batch,
+    check_gradients,
+    check_results,
+    loss_of,
+    make_layer,
+    one_process,
+    rank_batches,
+    run_in_processes,
+)
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy, fully_shard
@@ -36,9 +47,9 @@ def check_updates(layer, one):
 
 def check_ddp(rank):
     one, want = one_process(RANKS)
-    layer = made(loss_group=dist.group.WORLD)
+    layer = make_layer(loss_group=dist.group.WORLD)
     parallel = DistributedDataParallel(layer)
-    (first, real), (second, really) = of_rank(rank, RANKS)
+    (first, real), (second, really) = rank_batches(rank, RANKS)
     with parallel.no_sync():
         results = [parallel(first, token_mask=real)]
         loss_of(results[0]).backward()
@@ -52,8 +63,8 @@ def check_ddp(rank):
 def check_fsdp(rank):
     mesh = init_device_mesh("cpu", (RANKS,))
     one, want = one_process(RANKS)
-    layer = fully_shard(made(loss_group=dist.group.WORLD), mesh=mesh)
-    results = [layer(part, token_mask=real) for part, real in of_rank(rank, RANKS)]
+    layer = fully_shard(make_layer(loss_group=dist.group.WORLD), mesh=mesh)
+    results = [layer(part, token_mask=real) for part, real in rank_batches(rank, RANKS)]
     for result in results:
         loss_of(result).backward()
     check_results(results, rank, want)
@@ -64,8 +75,8 @@ def check_fsdp(rank):
 def check_fsdp_of_mixed_precision(rank):
     mesh = init_device_mesh("cpu", (RANKS,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    layer = fully_shard(made(loss_group=dist.group.WORLD), mesh=mesh, mp_policy=policy)
-    whole = made().to(torch.bfloat16)
+    layer = fully_shard(make_layer(loss_group=dist.group.WORLD), mesh=mesh, mp_policy=policy)
+    whole = make_layer().to(torch.bfloat16)
     x, mask = batch(RANKS)
     got, want = layer(x[0, rank], token_mask=mask[0, rank]), whole(x[0].to(torch.bfloat16), token_mask=mask[0])
     assert got.output.dtype == torch.bfloat16 and layer.expert_bias.dtype == torch.float32
@@ -80,25 +91,25 @@ def check_fsdp_of_mixed_precision(rank):
 
 def check_sharded_before_there_is_memory(rank):
     mesh = init_device_mesh("cpu", (RANKS,))
-    layer = fully_shard(made(device="meta", loss_group=dist.group.WORLD), mesh=mesh)
+    layer = fully_shard(make_layer(device="meta", loss_group=dist.group.WORLD), mesh=mesh)
     layer.to_empty(device="cpu")
     torch.manual_seed(0)
     layer.reset_parameters()
-    for name, value in made().state_dict().items():
+    for name, value in make_layer().state_dict().items():
         sharded = layer.state_dict()[name]
         assert torch.equal(sharded if name == "expert_bias" else sharded.full_tensor(), value), name
 
 
 def check_a_group_without_losses(rank):
     with pytest.raises(ValueError, match="loss_group: got one without losses"):
-        made(loss_group=dist.group.WORLD, aux_loss_coeff=0.0, z_loss_coeff=0)
+        make_layer(loss_group=dist.group.WORLD, aux_loss_coeff=0.0, z_loss_coeff=0)
 
 
 def check_compiled(rank):
     """The graph includes the sums over the ranks."""
-    layer, again = made(loss_group=dist.group.WORLD), made(loss_group=dist.group.WORLD)
+    layer, again = make_layer(loss_group=dist.group.WORLD), make_layer(loss_group=dist.group.WORLD)
     compiled = torch.compile(again, fullgraph=True, backend="aot_eager")
-    ((x, mask), _) = of_rank(rank, RANKS)
+    ((x, mask), _) = rank_batches(rank, RANKS)
     got, want = compiled(x, token_mask=mask), layer(x, token_mask=mask)
     torch.testing.assert_close(got.aux_loss, want.aux_loss)
     for result in (got, want):
@@ -115,7 +126,7 @@ class Model(nn.Module):
         self.saved = saved
         torch.manual_seed(1)
         self.before = nn.Linear(D, D)
-        self.moe = made(**options)
+        self.moe = make_layer(**options)
 
     def forward(self, x, **given):
         x = x + self.before(x)
@@ -132,7 +143,7 @@ def fsdp2(module):
 
 
 def check_layer(rank, wrap):
-    check_steps(rank, made(), made(loss_group=dist.group.WORLD), wrap)
+    check_steps(rank, make_layer(), make_layer(loss_group=dist.group.WORLD), wrap)
 
 
 def check_saved(rank, wrap):
@@ -157,7 +168,7 @@ def check_steps(rank, one, module, wrap, compiled=lambda wrapped: wrapped):
     wrapped = wrap(module)
     calls = compiled(wrapped), wrapped
     results = []
-    for call, (x, real) in zip(calls, of_rank(rank, RANKS), strict=True):
+    for call, (x, real) in zip(calls, rank_batches(rank, RANKS), strict=True):
         results.append(call(x, token_mask=real))
         loss_of(results[-1]).backward()
     check_results(results, rank, want)
@@ -174,10 +185,10 @@ def check_steps(rank, one, module, wrap, compiled=lambda wrapped: wrapped):
 
 def check_buffers_of_16_bits(rank):
     """FSDP1 casts buffers in place, without losing updates."""
-    module = made(loss_group=dist.group.WORLD)
+    module = make_layer(loss_group=dist.group.WORLD)
     module.expert_bias.fill_(7.0)
     wrapped = fsdp1(module, mixed_precision=MixedPrecision(buffer_dtype=torch.bfloat16))
-    ((x, mask), _) = of_rank(rank, RANKS)
+    ((x, mask), _) = rank_batches(rank, RANKS)
     for step in range(3):
         result = wrapped(x, token_mask=mask)
         assert module.expert_bias.dtype == (torch.float32 if step else torch.bfloat16)
@@ -195,10 +206,10 @@ def check_buffers_that_are_rounded_again(rank):
     """FSDP1 rounds buffers after evaluation in full precision. This is refused after an update has restored the bias."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FSDP_USE_FULL_PREC_IN_EVAL", "1")
-        module = made(loss_group=dist.group.WORLD)
+        module = make_layer(loss_group=dist.group.WORLD)
         policy = MixedPrecision(param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16)
         wrapped = fsdp1(module, mixed_precision=policy)
-    ((x, mask), _) = of_rank(rank, RANKS)
+    ((x, mask), _) = rank_batches(rank, RANKS)
     for _ in range(2):  # nothing is lost before the first update
         wrapped.train()(x, token_mask=mask)
         assert module.expert_bias.dtype == torch.bfloat16

@@ -83,8 +83,8 @@ def check_by_oracle(case, arrays, cotangents, found):
     settings = dict(activation="silu", fp8_scales=case.options.get("fp8_scales", "float32"))
     settings["weight_early"] = case.options.get("weight_early", False)
     output = reference.routed_experts(**arrays, **settings, kept=kept).output
-    of_backward = dict(kept=kept, saved_dtype=arrays["x"].dtype, sent_dtype=arrays["x"].dtype)
-    want = reference.routed_experts_backward(**arrays, **settings, **of_backward, d_output=cotangents["d_output"])
+    backward_options = dict(kept=kept, saved_dtype=arrays["x"].dtype, sent_dtype=arrays["x"].dtype)
+    want = reference.routed_experts_backward(**arrays, **settings, **backward_options, d_output=cotangents["d_output"])
     got = {name[2:]: whole(found, name, 1) for name in found[0] if name.startswith("d_")}
     got["output"] = whole(found, "output", 1)
     d_output, weights = cotangents["d_output"], np.asarray(arrays["weights"], np.float32)
@@ -144,14 +144,14 @@ def test_compiled_cases_have_the_bits_of_eager_ones(tmp_path):
 def test_two_ranks_of_a_gpu_each(tmp_path, transport):
     """With NCCL; a GPU sums in the same order with and without FP8 exchange."""
     if torch.cuda.device_count() < 2 or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("FEWER THAN 2 HOPPER GPUS FOUND: tokens did not travel between them as FP8")
+        pytest.skip("FEWER THAN 2 HOPPER GPUS FOUND: the FP8 exchange between GPUs is not tested")
     (*_, without), (*_, sent) = run(tmp_path, pair(transport), 2, "nccl")
     check_pair(without, sent)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("fp8_scales", ["float32", "power_of_two"])
-def test_a_message_brings_every_bit(dtype, fp8_scales):
+def test_a_message_preserves_every_bit(dtype, fp8_scales):
     rng = np.random.default_rng(0)
     x = rng.standard_normal((40, 384)) * np.exp2(rng.integers(-14, 1, (40, 384)))
     x[0, :5], x[1, 128:256], x[2, 300], x[3, 0] = 0.0, 0.0, np.nan, np.inf
@@ -176,7 +176,7 @@ def group_of_one():
     dist.destroy_process_group()
 
 
-def test_where_it_makes_no_sense_it_is_refused(group_of_one):
+def test_fp8_exchange_without_fp8_or_an_exchange_is_refused(group_of_one):
     arrays = {n: in_torch.tensor(a) for n, a in operands(8, E, K, D, F).items() if a is not None}
     routed = {n: in_torch.tensor(a) for n, a in routed_operands(8, E, K, D, F).items() if a is not None}
     calls = (

@@ -19,7 +19,7 @@ import in_torch
 from anabranch.reference import moe as reference
 from anabranch.torch import MoEOutput, moe
 from anabranch.torch.binding.group import sum_over_ranks
-from moe_cases import assert_layer, operands, selected, wanted_layer
+from moe_cases import assert_layer, expected_layer, operands, selected
 from oracle import assert_close, assert_close_per_expert
 from routed_cases import routed_operands
 
@@ -100,7 +100,7 @@ def run(folder, cases, ranks, backend="gloo"):
     ]
 
 
-def of_each_group(parts, data, name):
+def group_values(parts, data, name):
     """The values of each group, which are equal on its ranks."""
     groups = np.split(np.stack(parts), data)
     for group in groups:
@@ -116,7 +116,7 @@ def mean(parts):
 
 def whole(found, name, data):
     """The ranks' results by name, in the form of one process. For gradients see `in_ranks.run`."""
-    parts = [of_rank[name] for of_rank in found]
+    parts = [rank_results[name] for rank_results in found]
     if name in ("output", "experts", "weights"):
         return np.concatenate(parts)
     if name.removeprefix("d_") in in_ranks.TOKENS:
@@ -124,7 +124,7 @@ def whole(found, name, data):
     if name.removeprefix("d_") in in_ranks.EXPERTS:
         expert_ranks = len(parts) // data
         return np.concatenate([mean(parts[rank::expert_ranks]) for rank in range(expert_ranks)])
-    groups = of_each_group(parts, data, name)
+    groups = group_values(parts, data, name)
     if name.startswith("d_"):
         return mean(groups)
     if name == "dropped_by_source":
@@ -156,15 +156,15 @@ def check(case, arrays, cotangents, found, ranks):
         return
     result = MoEOutput(**{n: whole(found, n, case.data) for n in MoEOutput._fields if n in found[0]})
     in_order = [cotangents[name] for name in ("d_output", "d_aux_loss", "d_z_loss", "d_weights")]
-    assert_layer(result, gradients, wanted_layer(arrays, in_order, kept=kept, **options), case.dtype)
+    assert_layer(result, gradients, expected_layer(arrays, in_order, kept=kept, **options), case.dtype)
     np.testing.assert_array_equal(result.dropped_by_source, np.broadcast_to(drops, ranks))
 
 
 def check_routed(case, arrays, cotangents, found, gradients, kept):
-    wanted = reference.routed_experts(**arrays, kept=kept)
-    assert_close(whole(found, "output", case.data), wanted.output, 8e-6, "output")
-    np.testing.assert_array_equal(whole(found, "tokens_per_expert", case.data), wanted.tokens_per_expert)
-    assert int(whole(found, "dropped", case.data)) == int(wanted.dropped)
+    expected = reference.routed_experts(**arrays, kept=kept)
+    assert_close(whole(found, "output", case.data), expected.output, 8e-6, "output")
+    np.testing.assert_array_equal(whole(found, "tokens_per_expert", case.data), expected.tokens_per_expert)
+    assert int(whole(found, "dropped", case.data)) == int(expected.dropped)
     want = reference.routed_experts_backward(**arrays, kept=kept, d_output=cotangents["d_output"])
     for name, gradient in gradients.items():
         assert_close(gradient, want[name], 8e-6, f"d_{name}")
@@ -224,7 +224,7 @@ def test_ranks_give_the_results_and_gradients_of_one_process(tmp_path, ranks):
 @pytest.mark.usefixtures("torch_cases")
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_ranks_of_a_gpu_each_give_the_results_and_gradients_of_one_process(tmp_path, ranks):
-    """With NCCL and without synchronisation with the host."""
+    """The ranks use NCCL and never synchronise with the host."""
     if torch.cuda.device_count() < ranks:
         pytest.skip(f"FEWER THAN {ranks} GPUS FOUND: the layer was not tested on so many")
     check_cases(tmp_path, ranks, "nccl")

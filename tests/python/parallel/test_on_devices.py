@@ -10,7 +10,7 @@ import pytest
 
 HERE = pathlib.Path(__file__).parent
 FILES = sorted((HERE / "on_devices").glob("check_*.py"))
-#: Every process spends seconds on importing JAX, but two run in parallel.
+#: Every process needs seconds to import JAX, but two run in parallel.
 PROCESSES = 2
 
 

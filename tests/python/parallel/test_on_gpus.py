@@ -109,11 +109,11 @@ def test_layer_on_a_mesh_of_gpus(gpu, case):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("transport", ["ring", "all_to_all", "ragged"])
-def test_tokens_travel_between_gpus_as_fp8(gpu, transport):
-    """Against the oracle, and with the bits of an unquantised exchange, also with a NaN among the tokens."""
+def test_tokens_are_sent_between_gpus_as_fp8(gpu, transport):
+    """Results agree with the oracle and have the bits of an unquantised exchange, also with a NaN among the tokens."""
     devices = jax.devices("gpu")
     if len(devices) < 2 or devices[0].compute_capability != "9.0":
-        pytest.skip("FEWER THAN 2 HOPPER GPUS FOUND: tokens did not travel between them as FP8")
+        pytest.skip("FEWER THAN 2 HOPPER GPUS FOUND: the FP8 exchange between GPUs is not tested")
     arrays = routed_operands(256, 8, 3, 256, 256, dtype="bfloat16", bias=True)
     mesh = make_mesh(parse_mesh("expert=2"))
     options = dict(activation="silu", fp8_scales="float32", weight_early=transport == "all_to_all")
@@ -123,9 +123,9 @@ def test_tokens_travel_between_gpus_as_fp8(gpu, transport):
             parallel = Parallel(expert_axis="expert", transport=transport, fp8_exchange=fp8_exchange)
             given = dict(put=placed(mesh, parallel), parallel=parallel, **options)
             found.append(check_routed(arrays, "gpu", sent=fp8_exchange, **given))
-        (want, of_want), (got, of_got) = found
+        (want, want_gradients), (got, got_gradients) = found
         np.testing.assert_array_equal(got, want)
-        np.testing.assert_array_equal(of_got["x"], of_want["x"])
+        np.testing.assert_array_equal(got_gradients["x"], want_gradients["x"])
         arrays["x"][3, 130] = np.nan
         (output, *_), *_ = run_routed(arrays, precision="fp8", **given)
         assert (arrays["experts"][3] >= 0).any()

@@ -17,7 +17,7 @@ from meshes import kept_and_dropped
 
 import expert_parallel
 from mesh import make_mesh, parse_mesh
-from moe_cases import assert_layer, wanted_layer
+from moe_cases import assert_layer, expected_layer
 
 EXAMPLES = pathlib.Path(__file__).resolve().parents[3] / "examples"
 
@@ -60,10 +60,10 @@ def check_case(case, paths):
         sizes = parse_mesh(case.mesh)
         kept, dropped = kept_and_dropped(arrays, options, case.parallel, sizes["expert"], sizes["data"])
         assert dropped.sum() > 10
-    wanted = wanted_layer(arrays, runs[0][2], kept=kept, **options)
+    expected = expected_layer(arrays, runs[0][2], kept=kept, **options)
     for result, gradients, _ in runs:
         assert sorted(gradients) == sorted(arrays)
-        assert_layer(result, gradients, wanted, case.dtype)
+        assert_layer(result, gradients, expected, case.dtype)
         np.testing.assert_array_equal(result.dropped_by_source, dropped)
 
 
@@ -154,7 +154,7 @@ def check_cases(folder, cases, *, processes, **how):
             raise AssertionError(f"{case}: {error}") from error
 
 
-def test_processes_and_meshes_take_turns_on_one_run(tmp_path, capsys):
+def test_a_run_moves_between_processes_and_meshes(tmp_path, capsys):
     """Every leg resumes from the previous leg's checkpoint, which was saved on another mesh."""
 
     def losses_here(*arguments):

@@ -55,12 +55,12 @@ def main(folder, rank):
             return f"{type(error).__name__}: {error}"
         return "no error"
 
-    def told(found, message, kind=""):
+    def check_error(found, message, kind=""):
         print(message if message in found and found.startswith(kind) else found)
 
     for number, (different, message) in enumerate(DIFFERENT):
         new_on_both = {"scaling_factor": 2.0 + number}
-        told(
+        check_error(
             error_of(lambda options=new_on_both | different if rank else new_on_both: call(**options)),
             message,
             "ValueError",
@@ -76,13 +76,13 @@ def main(folder, rank):
         not call(compiled, capacity_factor=1.25).output.isnan().any()
         and alike._by_group[dist.group.WORLD].times == times
     )
-    told(error_of(lambda: call(compiled, align_size=8 + rank)), "align_size: got 8 on rank 0 and 9 on rank 1")
+    check_error(error_of(lambda: call(compiled, align_size=8 + rank)), "align_size: got 8 on rank 0 and 9 on rank 1")
     # Options that are new on one rank alone: it times out, and the others raise after it has left.
     alike._store(dist.group.WORLD).set_timeout(datetime.timedelta(seconds=2))
     found = error_of(lambda: call(**{"topk": 1, "scaling_factor": 0.5} if rank else {"capacity_factor": 1.25}))
     assert found.startswith("RuntimeError"), found
     if rank:
-        told(found, "group: got new options on rank 1 (x (tokens) 6, transport ring, x (dtype) torch.float32, ")
+        check_error(found, "group: got new options on rank 1 (x (tokens) 6, transport ring, x (dtype) torch.float32, ")
 
 
 def test_differences_between_ranks_raise_on_every_rank(tmp_path):

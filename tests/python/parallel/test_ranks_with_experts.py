@@ -8,7 +8,19 @@ import tempfile
 import pytest
 import torch
 import torch.distributed as dist
-from one_batch import D, E, F, K, check_gradients, check_results, loss_of, made, of_rank, one_process, run_in_processes
+from one_batch import (
+    D,
+    E,
+    F,
+    K,
+    check_gradients,
+    check_results,
+    loss_of,
+    make_layer,
+    one_process,
+    rank_batches,
+    run_in_processes,
+)
 from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -33,7 +45,7 @@ class Block(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         self.before = nn.Linear(D, D)
-        self.moe = made(**options)
+        self.moe = make_layer(**options)
 
     def forward(self, x, **given):
         return self.moe(x + self.before(x), **given)
@@ -52,7 +64,7 @@ def sharded(mesh, **options):
 
 def accumulate(model, rank):
     results = []
-    for x, real in of_rank(rank, RANKS):
+    for x, real in rank_batches(rank, RANKS):
         results.append(model(x, token_mask=real))
         loss_of(results[-1]).backward()
     return results
@@ -92,8 +104,8 @@ def check_fsdp(rank):
         update(one.moe, None)
         torch.testing.assert_close(model.moe.expert_bias, one.moe.expert_bias)
         torch.testing.assert_close(over_all, one.moe.expert_bias)
-    for of_all in (model, one):
-        torch.optim.SGD(of_all.parameters(), lr=0.1).step()
+    for trained in (model, one):
+        torch.optim.SGD(trained.parameters(), lr=0.1).step()
     for name, parameter in one.named_parameters():
         torch.testing.assert_close(model.get_parameter(name).full_tensor(), parameter)
 
@@ -101,7 +113,9 @@ def check_fsdp(rank):
 def check_fsdp_of_mixed_precision(rank):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     mesh = two_by_two()
-    layer = fully_shard(made(group=mesh["expert"], loss_group=dist.group.WORLD), mesh=mesh["data"], mp_policy=policy)
+    layer = fully_shard(
+        make_layer(group=mesh["expert"], loss_group=dist.group.WORLD), mesh=mesh["data"], mp_policy=policy
+    )
     one, _ = one_process(RANKS)
     got = accumulate(layer, rank)
     assert got[0].output.dtype == torch.bfloat16
@@ -113,11 +127,11 @@ def check_fsdp_of_mixed_precision(rank):
 
 def check_called_gate(rank):
     """A gate with a hook is called; results and gradients have the bits of one without."""
-    x, real = of_rank(rank, RANKS)[0]
+    x, real = rank_batches(rank, RANKS)[0]
     for transport in ("ring", "all_to_all"):
         found = []
         for hooked in (False, True):
-            layer, leaf, calls = made(group=dist.group.WORLD, transport=transport), x.clone().requires_grad_(), []
+            layer, leaf, calls = make_layer(group=dist.group.WORLD, transport=transport), x.clone().requires_grad_(), []
             if hooked:
                 layer.gate.register_forward_hook(lambda *_, calls=calls: calls.append(1))
             result = layer(leaf, token_mask=real)
@@ -163,7 +177,7 @@ def check_ddp(rank):
     model = Block(group=dist.group.WORLD)
     parallel = DistributedDataParallel(ddp_ignore_experts(model))
     one, want = one_process(RANKS, Block())
-    (first, real), (second, really) = of_rank(rank, RANKS)
+    (first, real), (second, really) = rank_batches(rank, RANKS)
     with parallel.no_sync():
         results = [parallel(first, token_mask=real)]
         loss_of(results[0]).backward()
@@ -181,7 +195,7 @@ def check_ddp_of_a_layer(rank):
     one, want = one_process(RANKS)
     mesh = two_by_two()
     for group, ranks in ((mesh["expert"].get_group(), mesh["data"].get_group()), (dist.group.WORLD, None)):
-        layer = made(group=group, loss_group=dist.group.WORLD)
+        layer = make_layer(group=group, loss_group=dist.group.WORLD)
         wrapped = DistributedDataParallel(ddp_ignore_experts(layer) if ranks is None else layer, process_group=ranks)
         check_results(accumulate(wrapped, rank), rank, want)
         check_gradients(layer, one, gathered(layer))
@@ -209,27 +223,27 @@ def check_clipping(rank):
 
 
 def check_wrapped_wrongly(rank):
-    x = of_rank(rank, RANKS)[0][0]
+    x = rank_batches(rank, RANKS)[0][0]
     for model in (
         Block(group=dist.group.WORLD),
-        torch.compile(made(group=dist.group.WORLD), backend="eager"),
-        nn.Sequential(ddp_ignore_experts(made(group=dist.group.WORLD))),  # a container hides the layer from DDP
+        torch.compile(make_layer(group=dist.group.WORLD), backend="eager"),
+        nn.Sequential(ddp_ignore_experts(make_layer(group=dist.group.WORLD))),  # a container hides the layer from DDP
     ):
         with pytest.raises(ValueError, match="group: got a layer inside DistributedDataParallel"):
             DistributedDataParallel(model)(x)
     block = fully_shard(Block(group=dist.group.WORLD), mesh=init_device_mesh("cpu", (RANKS,)))
     with pytest.raises(ValueError, match="group: got a process group under fully_shard"):
         block(x)
-    layer = made(group=dist.group.WORLD)
+    layer = make_layer(group=dist.group.WORLD)
     distribute_module(layer.gate, init_device_mesh("cpu", (RANKS,)))
     with pytest.raises(ValueError, match="weight: got a DTensor in a layer with group"):
         layer(x)
     mesh = two_by_two()
     with pytest.raises((RuntimeError, KeyError), match=r"overlapping meshes|ascending order"):  # the second: torch 2.9
-        fully_shard(made(group=mesh["expert"]), mesh=mesh)
+        fully_shard(make_layer(group=mesh["expert"]), mesh=mesh)
 
 
-def check_drawn_where_its_parameters_will_be(rank):
+def check_initialised_where_its_parameters_are(rank):
     """Results equal those of one process, also if the data-parallel ranks have different numbers of experts."""
     # torch 2.9 concatenates the uneven shards of 3 experts on 2 data-parallel ranks in a wrong order.
     uneven = (6,) if torch.__version__ >= (2, 11) else ()
@@ -239,13 +253,13 @@ def check_drawn_where_its_parameters_will_be(rank):
         torch.manual_seed(0)
         model.moe.reset_parameters()
         state = get_model_state_dict(model.moe, options=WHOLE)
-        for name, value in made(num_experts=num_experts).state_dict().items() if rank == 0 else ():
+        for name, value in make_layer(num_experts=num_experts).state_dict().items() if rank == 0 else ():
             assert torch.equal(state[name], value), name
 
 
 def check_checkpoints(rank):
     """Loads and saves whole checkpoints, and moves checkpoints between numbers of ranks."""
-    mesh, one = two_by_two(), made()
+    mesh, one = two_by_two(), make_layer()
     with torch.no_grad():
         for parameter in one.parameters():
             parameter.normal_()
@@ -297,9 +311,9 @@ def options_of_state():
 
 def check_activation_checkpoint(rank):
     """The exchange runs again in the backward pass; no token is counted twice."""
-    (x, mask), _ = of_rank(rank, RANKS)
+    (x, mask), _ = rank_batches(rank, RANKS)
     for reentrant in (False, True):
-        kept, again = made(group=dist.group.WORLD), made(group=dist.group.WORLD)
+        kept, again = make_layer(group=dist.group.WORLD), make_layer(group=dist.group.WORLD)
         loss_of(kept(x, token_mask=mask)).backward()
 
         def call(x, layer=again):
@@ -312,13 +326,13 @@ def check_activation_checkpoint(rank):
 
 
 def check_copies(rank):
-    layer, x = made(group=dist.group.WORLD), of_rank(rank, RANKS)[0][0]
+    layer, x = make_layer(group=dist.group.WORLD), rank_batches(rank, RANKS)[0][0]
     other = copy.deepcopy(layer)
     with torch.no_grad():
         layer.down_proj.zero_()
     assert other.group is layer.group and other.down_proj.any()
     assert not torch.equal(other(x).output, layer(x).output)
-    meshed = made(group=init_device_mesh("cpu", (RANKS,)))
+    meshed = make_layer(group=init_device_mesh("cpu", (RANKS,)))
     torch.testing.assert_close(copy.deepcopy(meshed)(x).output, other(x).output)
     with pytest.raises(TypeError, match="MoE: got a layer with a process group to pickle"):
         torch.save(layer, io.BytesIO())
@@ -351,7 +365,7 @@ CHECKS = (
     check_ddp_of_a_layer,
     check_clipping,
     check_wrapped_wrongly,
-    check_drawn_where_its_parameters_will_be,
+    check_initialised_where_its_parameters_are,
     check_checkpoints,
     check_activation_checkpoint,
     check_copies,

@@ -1,7 +1,8 @@
-"""The oracle's losses against loops, and quantile balancing: histograms, quantiles, and that the bias balances."""
+"""The oracle's losses against loops and central differences, and quantile balancing."""
 
 import numpy as np
 import pytest
+from cases import Case, check, normal
 
 from anabranch.reference.balance import (
     fused_moe_aux_loss,
@@ -12,54 +13,63 @@ from anabranch.reference.balance import (
     z_loss_backward,
 )
 from anabranch.reference.quantile import bin_positions, qb_histogram, quantile_bias, thresholds
-from anabranch.reference.router import aux_scores, route, scores
+from anabranch.reference.router import route, scores
 
 inf, nan = np.inf, np.nan
-E, K, N = 6, 2, 9
+E, K = 6, 2
 close = np.testing.assert_allclose
 every_function = pytest.mark.parametrize("function", ["softmax", "sigmoid", "sqrtsoftplus"])
 
 
-def test_load_balance_loss_is_the_formula():
-    close(load_balance_loss(np.full(E, N / E), np.full(E, N * K / E), K, 0.01, N), 0.01)  # balanced
-    rng = np.random.default_rng(1)
-    each, counts, tokens = rng.random((3, E)), rng.integers(0, 5, (3, E)), np.array([4, 0, 7])
-    each[1], counts[1] = 0, 0  # A masked sequence adds nothing.
-    want = [0.3 * E / (K * n**2) * (s * c).sum() if n else 0 for s, c, n in zip(each, counts, tokens, strict=True)]
-    close([load_balance_loss(each[b], counts[b], K, 0.3, tokens[b]) for b in range(3)], want)
-    close(load_balance_loss(each, counts, K, 0.3, tokens), sum(want) / 3)
+@pytest.mark.parametrize("tokens", [4, 0, [4, 0, 7]])
+def test_load_balance_loss_is_the_formula(tokens):
+    """A batch or sequence without tokens adds nothing."""
+    counts = np.rint(3 * np.abs(normal(*np.shape(tokens), E, seed=1)))
+
+    def loops(score_sum):
+        rows = zip(np.atleast_2d(score_sum), np.atleast_2d(counts), np.atleast_1d(tokens), strict=True)
+        each = [sum(s * c for s, c in zip(*row, strict=True)) * 0.3 * E / (K * n**2) if n else 0 for *row, n in rows]
+        return [np.mean(each)]
+
+    def backward(g):
+        return {"score_sum": load_balance_loss_backward(score_sum, counts, K, 0.3, tokens, g)}
+
+    score_sum = np.abs(normal(*np.shape(tokens), E))
+    check(Case(lambda score_sum: [load_balance_loss(score_sum, counts, K, 0.3, tokens)], backward, {"score_sum": score_sum}, loops))  # fmt: skip
 
 
-def test_z_loss_is_the_formula_over_unmasked_tokens():
-    z, mask = np.random.default_rng(3).normal(size=(4, E)), np.array([True, True, False, True])
-    want = 0.1 / 3 * sum(np.log(np.exp(row).sum()) ** 2 for row in z[mask])
-    close(z_loss(route(z, K, token_mask=mask).lse, 0.1, 3), want)
+def test_z_loss_is_the_formula_and_no_tokens_give_zero():
+    lse = normal(2, 3)
+
+    def loops(lse):
+        return [0.2 / 5 * sum(value**2 for value in lse.ravel())]
+
+    check(Case(lambda lse: [z_loss(lse, 0.2, 5)], lambda g: {"lse": z_loss_backward(lse, 0.2, 5, g)}, {"lse": lse}, loops))  # fmt: skip
+    assert z_loss(np.zeros(3), 1.0, 0) == 0 and not z_loss_backward(np.zeros(3), 1.0, 0).any()
+    assert fused_moe_aux_loss(np.ones((0, E)), np.zeros(E), K, 1.0) == 0
+    assert fused_moe_aux_loss_backward(np.ones((0, E)), np.zeros(E), K, 1.0).shape == (0, E)
 
 
-def test_no_tokens_give_zero_and_zero_gradients():
-    zero = np.zeros(E)
-    assert load_balance_loss(zero, zero, K, 1.0, 0) == 0 and z_loss(np.zeros(3), 1.0, 0) == 0
-    assert (
-        not load_balance_loss_backward(zero, zero, K, 1.0, 0).any() and not z_loss_backward(np.zeros(3), 1.0, 0).any()
-    )
-    assert fused_moe_aux_loss(np.ones((0, E)), zero, K, 1.0) == 0
-    assert fused_moe_aux_loss_backward(np.ones((0, E)), zero, K, 1.0).shape == (0, E)
+@pytest.mark.parametrize("options", [{}, {"total_num_tokens": 7}, {"num_experts": E}])
+def test_the_fused_form_is_the_load_balance_loss_of_sums(options):
+    """Also of two sequences side by side."""
+    probs, counts = normal(4, 2 * E), np.arange(2 * E)
 
+    def loops(probs):
+        parts = 2 if options.get("num_experts") else 1
+        sums = probs.sum(0).reshape(parts, -1)
+        n = options.get("total_num_tokens", 4)
+        of_parts = [load_balance_loss(s, c, K, 0.3, n) for s, c in zip(sums, counts.reshape(parts, -1), strict=True)]
+        return [sum(of_parts)]
 
-def test_fused_form_is_the_load_balance_loss():
-    z = np.random.default_rng(4).normal(size=(N, E))
-    routing, a = route(z, K), aux_scores(z, "softmax")
-    want = load_balance_loss(routing.score_sum, routing.tokens_per_expert, K, 0.3, N)
-    for dtype in (np.int32, np.int64, np.uint8, np.float32):
-        counts = routing.tokens_per_expert.astype(dtype)
-        close(fused_moe_aux_loss(a, counts, K, 0.3), want)
-        close(fused_moe_aux_loss(a, counts, K, 0.3, total_num_tokens=2 * N), want / 4)
-    rng = np.random.default_rng(5)
-    a, counts = rng.random((4, 2, E)), rng.integers(0, 5, (2, E))  # two sequences
-    want = sum(load_balance_loss(a[:, b].sum(0), counts[b], K, 0.3, 4) for b in range(2))
-    close(fused_moe_aux_loss(a.reshape(4, 2 * E), counts.ravel(), K, 0.3, num_experts=E), want)
+    def backward(g):
+        return {"probs": fused_moe_aux_loss_backward(probs, counts, K, 0.3, d_loss=g, **options)}
+
+    for dtype in (np.int32, np.uint8, np.float32):
+        given = counts.astype(dtype)
+        check(Case(lambda probs, given=given: [fused_moe_aux_loss(probs, given, K, 0.3, **options)], backward, {"probs": probs}, loops))  # fmt: skip
     with pytest.raises(ValueError, match="num_experts: got 5"):
-        fused_moe_aux_loss(a.reshape(4, 2 * E), counts.ravel(), K, 0.3, num_experts=5)
+        fused_moe_aux_loss(probs, counts, K, 0.3, num_experts=5)
 
 
 # ---------------------------------------------------------------- quantile balancing
@@ -106,14 +116,12 @@ def test_the_quantile_is_linear_inside_its_bin():
     assert quantile_bias([[3, 0, 9], [12, 0, 0]], 0.0, 3.0, 1)[0] * 2 == (2 + 3 / 9) - 0.5
 
 
-@every_function
-def test_biases_of_quantiles_balance(function):
+def test_biases_of_quantiles_balance():
     rng = np.random.default_rng(1)
-    tokens, E, K = 4000, 16, 2
+    tokens, E, options = 4000, 16, {"score_function": "sigmoid"}
     z, bias, worst = rng.normal(size=(tokens, E)) + 1.5 * rng.normal(size=E), np.zeros(E), []
     for _ in range(9):
-        loads = route(z, K, score_function=function, expert_bias=bias).tokens_per_expert
+        loads = route(z, K, expert_bias=bias, **options).tokens_per_expert
         worst.append(loads.max() * E / (tokens * K))
-        histogram = qb_histogram(z, K, -2.0, 2.0, 40000, score_function=function, expert_bias=bias)
-        bias = quantile_bias(histogram, -2.0, 2.0, K)
+        bias = quantile_bias(qb_histogram(z, K, -2.0, 2.0, 40000, expert_bias=bias, **options), -2.0, 2.0, K)
     assert worst[0] > 3 and worst[-1] < 1.1

@@ -150,7 +150,7 @@ def test_auxiliary_scores(score_function, dtype, topk):
 
 @pytest.mark.parametrize("score_function", ["softmax", "sigmoid", "sqrtsoftplus"])
 def test_auxiliary_scores_by_the_other_name(score_function):
-    """Options without effect there are not used."""
+    """`fused_topk_with_score_function` returns the same with compute_aux_scores, whatever its other options are."""
     E, topk = 130, 5
     z = jnp.asarray(logits(203, E))
     routing_map, scores = fused_compute_score_for_moe_aux_loss(z, topk, score_function)

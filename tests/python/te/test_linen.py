@@ -123,7 +123,7 @@ def test_sown_counts_update_an_expert_bias_and_show_drops():
     ).any()
 
 
-def test_both_losses_are_returned_together_and_sown_apart():
+def test_both_losses_are_returned_together_and_sown_separately():
     x, mask = _x(2, 5, 12), jnp.ones([2, 5], bool).at[1, 3].set(False)
     block, variables, _ = _apply(x, aux_loss_coeff=0.5, z_loss_coeff=0.25)
     (_, loss), sown = block.apply(variables, x, token_mask=mask, mutable=["intermediates"])
@@ -160,7 +160,7 @@ def test_float16():
 
 
 def test_input_axes_constrain_the_inputs(monkeypatch):
-    """With Flax's own function, which has no effect on a CPU."""
+    """The block calls Flax's own function, which has no effect on a CPU."""
     x, seen = _x(2, 5, 12), []
 
     def constrain(array, axes):
@@ -249,7 +249,7 @@ def test_an_initialiser_may_say_how_its_kernel_is_sharded():
     assert boxed["gate_kernel"].names == ("data",)
 
 
-def test_the_logits_can_be_tapped():
+def test_the_logits_can_be_captured():
     x = _x(2, 5, 12)
     block, variables, (output, _) = _apply(x, use_gate_bias=True, score_function="sigmoid")
     assert set(variables) == {"params"}

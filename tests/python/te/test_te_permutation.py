@@ -53,7 +53,7 @@ INDEX_CASES = {
 @pytest.mark.parametrize("case", INDEX_CASES)
 def test_a_map_of_indices_is_the_plan_of_its_experts(case, rows, dtype):
     index = INDEX_CASES[case]
-    # The plan's experts are the map's, numbered in their order.
+    # The plan numbers the map's experts in ascending order.
     dense = np.unique(index[index >= 0].numpy(), return_inverse=True)
     numbered = np.where(index.numpy() < 0, -1, np.searchsorted(dense[0], index.numpy())).astype(np.int32)
     R = T * K if rows <= 0 else rows
@@ -80,7 +80,7 @@ def test_a_map_of_indices_is_the_plan_of_its_experts(case, rows, dtype):
     assert_near(d_weights, want_weights, 2e-6)
 
 
-def test_rows_of_indices_need_no_probabilities():
+def test_rows_of_indices_without_probabilities():
     out, row_id_map = moe_permute(X, EXPERTS[:, :1], 0, map_type="index")
     assert torch.equal(moe_unpermute(out, row_id_map, map_type="index"), X)
     out, row_id_map = moe_permute(X, EXPERTS, 0, map_type="index")
@@ -187,7 +187,7 @@ def test_the_earlier_name_of_merging_probs():
 ARGUMENTS = {
     moe_permute: ("inp", "routing_map", "num_out_tokens", "max_token_num", "map_type"),
     moe_permute_with_probs: ("inp", "probs", "routing_map", "num_out_tokens"),
-    # the last argument is ours and keyword-only
+    # num_rows is an additional, keyword-only argument
     moe_permute_and_pad_with_probs: ("inp", "probs", "routing_map", "tokens_per_expert", "align_size", "num_rows"),
     moe_unpermute: ("inp", "row_id_map", "merging_probs", "restore_shape", "map_type", "probs", "pad_offsets"),
     moe_sort_chunks_by_index: ("inp", "split_sizes", "sorted_index"),

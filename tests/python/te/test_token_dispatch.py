@@ -151,7 +151,7 @@ def test_both_forms_agree():
 
 @both
 def test_any_row_id_map_is_safe():
-    """Rows, experts and counts out of range are left out."""
+    """Rows, experts and counts out of range are skipped."""
     functions = (token_combine, te_in_torch.token_combine)
     inp = np.arange(1.0, 5.0, dtype=np.float32)[:, None]
     row_id_map = np.array([[3, 0, 0, 1, 2], [9, -5, 1, 0, 99], [1, 1, 7, -2, 2], [2, 2, 1, 1, -4]], np.int32)

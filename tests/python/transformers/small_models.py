@@ -5,7 +5,7 @@ import importlib
 
 import torch
 
-#: Fields of configurations; a configuration gets those that it has.
+#: Values for fields of configurations; each configuration gets those of its own fields.
 SIZES = dict(
     vocab_size=96,
     unpadded_vocab_size=96,

@@ -41,7 +41,7 @@ class Stored(nn.Module):
         return torch.einsum("ted,tke,tk->td", y, selected, top_k_weights.to(y.dtype)).to(hidden_states.dtype)
 
 
-def made(gate=None, *, act="silu", transposed=False, bias=False, **numbers):
+def make_experts(gate=None, *, act="silu", transposed=False, bias=False, **numbers):
     """Experts with the given gate function, or the default of Transformers."""
     body = {} if gate is None else {"_apply_gate": gate}
     kind = type("TestExperts", (Stored,), body)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 import transformers
-from stored_experts import E, check_same, gradients, made, operands, parts
+from stored_experts import E, check_same, gradients, make_experts, operands, parts
 from torch import nn
 from transformers.activations import ACT2FN
 
@@ -23,7 +23,7 @@ def registered():
 # ---------------------------------------------------------------- recognition
 
 
-def in_turns(gate_up):
+def interleaved_parts(gate_up):
     return gate_up[..., ::2], gate_up[..., 1::2]
 
 
@@ -66,10 +66,10 @@ RECOGNISED = {
     "linear": (dict(act="linear"), Activation.glu("linear"), "pfd"),
     "clamped": (dict(gate=clamped(parts), limit=1.5), Activation.swiglu_clamped(1.5), "pfd"),
     "clamped far out": (dict(gate=clamped(parts), limit=50000), Activation.swiglu_clamped(50000), "pfd"),
-    "interleaved": (dict(gate=clamped(in_turns), limit=1.5, bias=True), Activation.swiglu_clamped(1.5), "fpd"),
+    "interleaved": (dict(gate=clamped(interleaved_parts), limit=1.5, bias=True), Activation.swiglu_clamped(1.5), "fpd"),
     "oai": (dict(gate=oai(parts), alpha=1.3, limit=2.0), Activation.swiglu_oai(1.3, 2.0), "pfd"),
     "gpt-oss": (
-        dict(gate=oai(in_turns), alpha=1.702, limit=7.0, transposed=True, bias=True),
+        dict(gate=oai(interleaved_parts), alpha=1.702, limit=7.0, transposed=True, bias=True),
         Activation.swiglu_oai(1.702, 7.0),
         "dfp",
     ),
@@ -81,7 +81,7 @@ RECOGNISED = {
 @pytest.mark.parametrize("case", RECOGNISED)
 def test_a_gate_function_is_recognised(case):
     options, activation, layout = RECOGNISED[case]
-    experts = made(**options)
+    experts = make_experts(**options)
     given = operands()
     found = gradients(experts, "anabranch", given)
     check_same(found, gradients(experts, "eager", given))
@@ -110,7 +110,7 @@ def swapped(self, gate_up):
     return nn.functional.silu(g) * u
 
 
-def of_one_row(self, gate_up):
+def depends_on_one_row(self, gate_up):
     return gate_up[0]
 
 
@@ -125,7 +125,7 @@ def failing(self, gate_up):
         dict(gate=far_limit),
         dict(gate=scaled),
         dict(gate=swapped),
-        dict(gate=of_one_row),
+        dict(gate=depends_on_one_row),
         dict(gate=failing),
         dict(act="tanh"),
         dict(act="mish"),
@@ -135,7 +135,7 @@ def failing(self, gate_up):
     ids=lambda options: getattr(options.get("gate"), "__name__", options.get("act")),
 )
 def test_a_gate_that_is_no_activation_is_refused(options):
-    experts = made(**options)
+    experts = make_experts(**options)
     message = r'experts_implementation="anabranch": got TestExperts of a_test, whose _apply_gate .*, expected one'
     with pytest.raises(NotImplementedError, match=message):
         experts(*operands())
@@ -144,11 +144,11 @@ def test_a_gate_that_is_no_activation_is_refused(options):
 
 
 def test_a_replaced_activation_is_recognised():
-    experts, given = made(), operands()
+    experts, given = make_experts(), operands()
     experts(*given)
     experts.act_fn = ACT2FN["gelu"]
     check_same(gradients(experts, "anabranch", given), gradients(experts, "eager", given))
-    limited = made(gate=clamped(parts), limit=1.5)
+    limited = make_experts(gate=clamped(parts), limit=1.5)
     limited(*given)
     limited.limit = 0.5
     check_same(gradients(limited, "anabranch", given), gradients(limited, "eager", given))
@@ -164,7 +164,7 @@ def test_a_clamp_at_a_large_literal_is_refused():
         return nn.functional.silu(g.clamp(max=20000.0)) * u
 
     with pytest.raises(NotImplementedError, match=r"whose _apply_gate .*expected one"):
-        adapter.check(made(_apply_gate))
+        adapter.check(make_experts(_apply_gate))
 
 
 def without_a_gradient(self, gate_up):
@@ -174,12 +174,12 @@ def without_a_gradient(self, gate_up):
 
 def test_a_gate_with_other_gradients_is_refused():
     with pytest.raises(NotImplementedError, match=r"whose _apply_gate .* has the values of silu and other gradients"):
-        adapter.check(made(without_a_gradient))
+        adapter.check(make_experts(without_a_gradient))
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_recognised_without_gradients(mode):
-    experts, given = made(), operands()
+    experts, given = make_experts(), operands()
     with mode():
         output = experts(*given)
     torch.testing.assert_close(output, experts(*given), rtol=0, atol=0)
@@ -187,7 +187,7 @@ def test_recognised_without_gradients(mode):
 
 def test_recognised_inside_a_checkpoint():
     """A checkpoint counts saved tensors, and recomputation does not evaluate the gate function again."""
-    experts, given = made(), operands()
+    experts, given = make_experts(), operands()
     output = torch.utils.checkpoint.checkpoint(experts, *given, use_reentrant=False)
     output.sum().backward()
 
@@ -197,7 +197,7 @@ def test_recognised_inside_a_checkpoint():
 
 def test_index_past_the_experts_is_no_expert():
     """Expert parallelism marks experts of other ranks like this. Their weight need not be 0."""
-    experts, (x, index, weights) = made(bias=True), operands()
+    experts, (x, index, weights) = make_experts(bias=True), operands()
     index[::3, 0] = E
     given = x, index, weights
     found = gradients(experts, "anabranch", given)
@@ -207,7 +207,7 @@ def test_index_past_the_experts_is_no_expert():
 
 @pytest.mark.parametrize("case,dynamic", [("silu", False), ("gpt-oss", True)])
 def test_compiled(case, dynamic, device):
-    experts, given = made(**RECOGNISED[case][0]).to(device), operands(device=device)
+    experts, given = make_experts(**RECOGNISED[case][0]).to(device), operands(device=device)
     adapter.check(experts)
     compiled = torch.compile(experts, fullgraph=True, dynamic=dynamic, backend="aot_eager")
     check_same(gradients(experts, "anabranch", given, compiled), gradients(experts, "eager", given))
@@ -216,7 +216,7 @@ def test_compiled(case, dynamic, device):
 @pytest.mark.parametrize("strict", [False, True])
 def test_exported(strict):
     """Non-strict export evaluates the gate function while it traces. The number of tokens is dynamic."""
-    experts, given = made(**RECOGNISED["gpt-oss"][0]), tuple(tensor.detach() for tensor in operands())
+    experts, given = make_experts(**RECOGNISED["gpt-oss"][0]), tuple(tensor.detach() for tensor in operands())
     if strict:  # Dynamo cannot evaluate the gate function
         adapter.check(experts)
     dynamic = tuple({0: torch.export.Dim("T", min=2, max=2**20)} for _ in given)
@@ -227,18 +227,22 @@ def test_exported(strict):
 
 def test_compilation_requires_a_check():
     """Gate functions cannot be evaluated while torch.compile traces."""
-    experts = made()
+    experts = make_experts()
     with pytest.raises(Exception, match="NotImplementedError"):
         torch.compile(experts, fullgraph=True, backend="aot_eager")(*operands())
     with pytest.raises(NotImplementedError, match="whose _apply_gate"):
-        adapter.check(made(act="tanh"))
+        adapter.check(make_experts(act="tanh"))
     experts(*operands())
     torch.compile(experts, fullgraph=True, backend="aot_eager")(*operands())
 
 
 def test_recompiled_for_another_limit():
     """Two modules of one class may share a program, unless their limits differ."""
-    experts, others, given = made(gate=clamped(parts), limit=1.5), made(gate=clamped(parts), limit=0.5), operands()
+    experts, others, given = (
+        make_experts(gate=clamped(parts), limit=1.5),
+        make_experts(gate=clamped(parts), limit=0.5),
+        operands(),
+    )
     others.__class__ = type(experts)
     for one in (experts, others):
         adapter.check(one)
@@ -251,7 +255,7 @@ def test_recompiled_for_another_limit():
 
 
 def test_checkpointed():
-    experts, given = made(), operands()
+    experts, given = make_experts(), operands()
 
     def forward(*arguments):
         return torch.utils.checkpoint.checkpoint(experts, *arguments, use_reentrant=False)
@@ -261,7 +265,7 @@ def test_checkpointed():
 
 
 def test_bfloat16(device):
-    experts, given = made().to(device, torch.bfloat16), operands(torch.bfloat16, device)
+    experts, given = make_experts().to(device, torch.bfloat16), operands(torch.bfloat16, device)
     found = gradients(experts, "anabranch", given)
     check_same(
         {n: v.float() for n, v in found.items()},
@@ -274,7 +278,7 @@ def test_bfloat16(device):
 
 
 def test_float32_parameters_with_bfloat16_states():
-    experts, given = made(), operands(torch.bfloat16)
+    experts, given = make_experts(), operands(torch.bfloat16)
     found = gradients(experts, "anabranch", given)
     assert found["output"].dtype == torch.bfloat16 and found["down_proj"].dtype == torch.float32
     want = gradients(experts.double(), "eager", (given[0].detach().double().requires_grad_(), *given[1:]))
@@ -282,7 +286,7 @@ def test_float32_parameters_with_bfloat16_states():
 
 
 def test_autocast():
-    experts, given = made(), operands()
+    experts, given = make_experts(), operands()
     with torch.autocast("cpu", torch.bfloat16):
         found = gradients(experts, "anabranch", given)
     assert found["output"].dtype == torch.float32
@@ -309,7 +313,7 @@ class Wrapper(torch.Tensor):
 
 
 def test_a_parameter_that_is_not_dense_is_refused():
-    experts = made()
+    experts = make_experts()
     wrapped = Wrapper(experts.down_proj.data)
     del experts.down_proj
     experts.down_proj = wrapped

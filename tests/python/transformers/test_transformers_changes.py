@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 import transformers
-from stored_experts import check_same, gradients, made, operands, parts
+from stored_experts import check_same, gradients, make_experts, operands, parts
 from torch import nn
 
 import anabranch.torch.transformers as adapter
@@ -41,8 +41,8 @@ def scaled_by_a_global(self, gate_up):
 
 @pytest.mark.parametrize(("gate", "trainable"), [(scaled, True), (None, False)], ids=["used", "unused"])
 def test_an_additional_parameter_is_refused(gate, trainable):
-    """Its initial value is neutral, so values alone don't reveal it."""
-    experts = made(gate)
+    """The parameter's initial value is neutral, so values alone don't reveal it."""
+    experts = make_experts(gate)
     experts.scale = nn.Parameter(torch.ones(()), requires_grad=trainable)
     message = "got TestExperts of a_test, which has a parameter of its own, scale, expected no other than gate_up_proj"
     with pytest.raises(NotImplementedError, match=message):
@@ -51,8 +51,8 @@ def test_an_additional_parameter_is_refused(gate, trainable):
 
 @pytest.mark.parametrize("gate", [scaled, scaled_by_an_item, scaled_by_a_global])
 def test_a_gate_that_reads_a_tensor_is_refused(gate):
-    """Also if it replaces another gate after the first call."""
-    experts = made()
+    """The gate is refused also if it replaces another gate after the first call."""
+    experts = make_experts()
     experts(*operands())
     type(experts)._apply_gate = gate
     experts.register_buffer("scale", torch.ones(()))
@@ -62,7 +62,7 @@ def test_a_gate_that_reads_a_tensor_is_refused(gate):
 
 
 def test_an_unused_buffer_is_ignored():
-    experts, given = made(), operands()
+    experts, given = make_experts(), operands()
     experts.register_buffer("seen", torch.zeros((), dtype=torch.int64))
     check_same(gradients(experts, "anabranch", given), gradients(experts, "eager", given))
 
@@ -97,9 +97,9 @@ class SiluInFloat(nn.Module):
 )
 def test_a_function_that_depends_on_the_dtype_or_the_number_of_rows_is_refused(gate, act_fn, which):
     """Checked for gated experts, and for ungated ones, which only call act_fn."""
-    ungated = made()
+    ungated = make_experts()
     ungated.has_gate, ungated.act_fn = False, act_fn
-    for experts, name in ((made(gate), "_apply_gate"), (ungated, "act_fn")):
+    for experts, name in ((make_experts(gate), "_apply_gate"), (ungated, "act_fn")):
         with pytest.raises(NotImplementedError, match=f"(?s)whose {name} .* has the values of silu {which}"):
             adapter.check(experts)
 
@@ -120,7 +120,7 @@ def relu_in_evaluation(self, gate_up):
     [(with_dropout, "draws random numbers .*bernoulli"), (relu_in_evaluation, "differs between training and evalu")],
 )
 def test_a_gate_that_depends_on_the_mode_is_refused_in_both(gate, which, training):
-    experts = made(gate).train(training)
+    experts = make_experts(gate).train(training)
     with pytest.raises(NotImplementedError, match=f"(?s)whose _apply_gate .* {which}"):
         experts(*operands())
     assert experts.training == experts.act_fn.training == training
@@ -128,7 +128,7 @@ def test_a_gate_that_depends_on_the_mode_is_refused_in_both(gate, which, trainin
 
 def test_a_parametrised_weight_is_supported():
     """Adapters compute the weight anew in every forward pass."""
-    experts, given = made(), operands()
+    experts, given = make_experts(), operands()
     expected = gradients(experts, "eager", given)
     nn.utils.parametrize.register_parametrization(experts, "down_proj", nn.Identity())
     found = gradients(experts, "anabranch", given)
@@ -137,8 +137,8 @@ def test_a_parametrised_weight_is_supported():
 
 
 def test_a_parametrised_weight_compiles_while_its_value_is_cached():
-    """PEFT runs the experts like this. Guards fail if anything evaluates the weight outside the program."""
-    experts, given = made(), operands()
+    """PEFT caches the weight so. A guard fails if the weight is evaluated outside the compiled program."""
+    experts, given = make_experts(), operands()
     want = experts(*given)
     nn.utils.parametrize.register_parametrization(experts, "down_proj", nn.Identity())
     adapter.check(experts)
@@ -180,7 +180,7 @@ CHANGES = {
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_changed_attribute_is_noticed(name):
     gate, options, change = CHANGES[name]
-    experts, given = made(gate, **options), operands()
+    experts, given = make_experts(gate, **options), operands()
     before = gradients(experts, "anabranch", given)
     change(experts)
     after, expected = gradients(experts, "anabranch", given), gradients(experts, "eager", given)
@@ -195,7 +195,7 @@ def test_a_changed_attribute_is_noticed(name):
 def test_a_program_is_guarded_by_the_attributes(name):
     """After a change, the compiled program does not run; `check` has to evaluate the module first."""
     gate, options, change = CHANGES[name]
-    experts, given = made(gate, **options), operands()
+    experts, given = make_experts(gate, **options), operands()
     adapter.check(experts)
     compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(*given), experts(*given))
@@ -208,7 +208,7 @@ def test_a_program_is_guarded_by_the_attributes(name):
 
 def test_check_evaluates_again():
     """The contents of a list are not watched."""
-    experts, given = made(switched_in_a_list, modes=["silu"]), operands()
+    experts, given = make_experts(switched_in_a_list, modes=["silu"]), operands()
     experts(*given)
     experts.modes.append("gelu")
     adapter.check(experts)
@@ -217,7 +217,7 @@ def test_check_evaluates_again():
 
 @torch.no_grad()
 def test_other_attributes_cause_no_evaluation_and_no_compilation(monkeypatch):
-    experts, given = made(), operands()
+    experts, given = make_experts(), operands()
     adapter.check(experts)
     compiled = torch.compile(experts, fullgraph=True, backend="aot_eager")
     compiled(*given)

@@ -4,7 +4,7 @@ import peft
 import pytest
 import torch
 import transformers
-from stored_experts import check_same, made, operands
+from stored_experts import check_same, make_experts, operands
 from torch import nn
 
 import anabranch.torch.transformers as adapter
@@ -31,7 +31,7 @@ class Model(nn.Module):
 
     def __init__(self):
         super().__init__()
-        first, second = made(bias=True), made(bias=True)
+        first, second = make_experts(bias=True), make_experts(bias=True)
         second.__class__ = type(first)
         self.layers = nn.ModuleList([Block(first), Block(second)])
 

@@ -130,7 +130,7 @@ def amounts(
     minimum: int = -INDEX_LIMIT,
     maximum: int = INDEX_LIMIT - 1,
 ) -> jax.Array:
-    """Like `array`, for numbers whose values matter; converts numpy's int64 and uint64 to int32.
+    """Like `array`, for counts and other numbers; checks values on the host and converts 64-bit integers to int32.
 
     Raises:
       ValueError: additionally, a host array contains NaN or a number outside [minimum, maximum].

@@ -31,13 +31,13 @@ def register() -> None:
     """Registers the handlers with JAX once. Importing `anabranch.jax` calls it, so exported programs find them.
 
     Raises:
-      LibraryError: the C library cannot be loaded.
+      LibraryError: the C library cannot be loaded, or was built without handlers for XLA.
     """
-    library = _library.load()
+    library = _library.with_symbols(_library.load(), _library.HANDLERS)
     for name in _library.HANDLERS:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     try:
-        cuda = _library.load_cuda()
+        cuda = _library.with_symbols(_library.load_cuda(), tuple(map(_library.on_cuda, _library.HANDLERS)))
     except _library.LibraryError:
         return  # `python -m anabranch info` reports why; a GPU program fails with the name of the target
     for name in _library.HANDLERS:

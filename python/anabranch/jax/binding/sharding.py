@@ -40,9 +40,9 @@ class TokenCall:
       static: the hashable options of the function.
       operands: for every operand, the number of leading dimensions that are token dimensions. The first operand has
         all token dimensions, and its sharding applies to the others.
-      results: the same number for every result. A result with fewer than the first operand is summed over the shards
-        of the missing dimensions. A token dimension of a result may contain rows instead, with another size; the rows
-        of the shards are concatenated.
+      results: for every result, the number of its token dimensions. A result with fewer than the first operand is
+        summed over the shards of the missing dimensions. A token dimension of a result may contain rows instead, with
+        another size; the rows of the shards are concatenated.
       whole: the error for a sharded operand without token dimensions; empty: such an operand is gathered if the axes
         are automatic.
       names: the operands' names for that error; empty: none.
@@ -174,14 +174,14 @@ def vary_like(results: Any, operands: Any) -> Any:
 
     A jax.shard_map nested in another one loses that information about the outer axes.
     """
-    everywhere = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(operands)))
-    order = sorted(everywhere)
+    all_varying = frozenset().union(*(jax.typeof(a).manual_axis_type.varying for a in jax.tree.leaves(operands)))
+    order = sorted(all_varying)
 
     def vary(array: jax.Array) -> jax.Array:
         missing = tuple(axis for axis in order if axis not in jax.typeof(array).manual_axis_type.varying)
         return jax.lax.pcast(array, missing, to="varying") if missing else array
 
-    return jax.tree.map(vary, results) if everywhere else results
+    return jax.tree.map(vary, results) if all_varying else results
 
 
 def check_alike(**arrays: jax.Array | None) -> None:

@@ -50,7 +50,7 @@ class Residuals(NamedTuple):
 def forward(config: LayerConfig, operands: Operands, *, save_h: bool) -> tuple[LayerOutput, Residuals]:
     """The forward rule on one device; `save_h`: whether a gradient is needed."""
     leading, operands = operands.x.shape[:-1], flat_tokens(quantize_weights(config, operands, backward=False))
-    selection, sums, gate = select(config, operands, save=save_h, counts=False)  # the plan counts the same
+    selection, sums, gate = select(config, operands, save=save_h, counts=False)  # the plan has the counts
     routed = named_routing(plan(selection.experts, operands.w_in.shape[0], align_size=config.align_size))
     early, late = (selection.weights, None) if config.ffn.weight_early else (None, selection.weights)
     y, h = ffn_forward_by_slot(config.ffn, ffn_operands(operands, routed, early), save_h=save_h)
@@ -71,7 +71,8 @@ def backward(
 ) -> Operands:
     """The backward rule on one device: gradients of the float operands, None for the others.
 
-    selection: as the experts used it. gradient_dtypes: of w_in and w_out, each that of x or float32.
+    selection: the experts and weights that the forward pass used. gradient_dtypes: the dtypes of the gradients of w_in
+    and w_out, each the dtype of x or float32.
     """
     given, operands = operands, flat_tokens(quantize_weights(config, operands, backward=True))
     selection = flat_selection(selection)
@@ -161,9 +162,9 @@ def _shard_backward(static: _Static, *arrays: Any) -> tuple[jax.Array, ...]:
     return tuple(gradient for name in DIFFERENTIABLE if (gradient := getattr(d_operands, name)) is not None)
 
 
-def _tokens(t: int, names: tuple[str, ...], of: tuple[str, ...]) -> tuple[int, ...]:
-    """The number of token dimensions of each name: t for names in `of`, else 0."""
-    return tuple(t if name in of else 0 for name in names)
+def _token_dims(t: int, names: tuple[str, ...], token_names: tuple[str, ...]) -> tuple[int, ...]:
+    """The number of token dimensions of each name: t for names in `token_names`, else 0."""
+    return tuple(t if name in token_names else 0 for name in names)
 
 
 def _unaligned(config: LayerConfig) -> LayerConfig:
@@ -177,9 +178,9 @@ def sharded_forward(
     """The forward rule for tokens with any sharding, and the residuals for `sharded_backward`."""
     t, names = operands.x.ndim - 1, output_names(config)
     saved = (*gate_residuals(config), "h") if save_h else ()
-    results = (*_tokens(t, names, TOKEN_RESULTS), *_tokens(t, saved, saved))
+    results = (*_token_dims(t, names, TOKEN_RESULTS), *_token_dims(t, saved, saved))
     static = _Static(_unaligned(config), save_h, weight_dtypes(operands))
-    call = TokenCall(_shard_forward, static, _tokens(t, Operands._fields, TOKENS), results)
+    call = TokenCall(_shard_forward, static, _token_dims(t, Operands._fields, TOKENS), results)
     arrays = dict(zip((*names, *saved), call(*round_weights(config, operands)), strict=True))
     # Checkpoint names inside a call are not visible outside, so they are set again here.
     naming = {"h": named_h, "logits": named_logits, "output": lambda output: output}
@@ -198,6 +199,6 @@ def sharded_backward(
     static = _Static(_unaligned(config), True, weight_dtypes(operands))
     token_fields = (*TOKENS, *Selection._fields, *_ShardResiduals._fields, "output")
     fields = (*Operands._fields, *Selection._fields, *_ShardResiduals._fields, *Cotangents._fields)
-    call = TokenCall(_shard_backward, static, _tokens(t, fields, token_fields), _tokens(t, given, TOKENS))
+    call = TokenCall(_shard_backward, static, _token_dims(t, fields, token_fields), _token_dims(t, given, TOKENS))
     arrays = call(*round_weights(config, operands), *selection, *residuals, *cotangents)
     return gradients(dict(zip(given, arrays, strict=True)))

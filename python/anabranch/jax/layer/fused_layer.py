@@ -116,7 +116,7 @@ def fused_layer(config: LayerConfig, operands: Operands, parallel: Parallel | No
 
 
 def unreduced_axes(parallel: Parallel | None, x: jax.Array, topk: int) -> Axes:
-    """The mesh axes over which the sums that `fused_layer` returns still have to be added up, according to `parallel`.
+    """The mesh axes over which the caller must reduce the sums of `fused_layer`, according to `parallel`.
 
     Raises:
       ValueError: the axes can't be reduced over here, or the counts of all shards exceed int32.

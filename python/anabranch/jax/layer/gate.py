@@ -84,9 +84,9 @@ class GateGradients(NamedTuple):
     gate: jax.Array | None
     """[D, E] float32."""
     bias: jax.Array | None
-    """[E] float32, of the gate's bias; None if there is none."""
+    """[E] float32, the gradient of gate_bias; None without one."""
     weights: jax.Array | None
-    """[T, K], of given weights; all other fields are then None."""
+    """[T, K], the gradient of given weights; all other fields are then None."""
 
 
 def select_backward(
@@ -100,9 +100,10 @@ def select_backward(
     """Propagates the cotangents of the weights [T, K] and of the sums through the logits to x [T, D] and the gate.
 
     If x and the gate are bfloat16, a GPU rounds the gradient of the logits to bfloat16 before both GEMMs, and rounds
-    their part of d_x. Otherwise both GEMMs use at least 16 bits of its mantissa, because nearly all of it cancels if
-    the gate's columns have much in common. Float16 has the range 6e-8 to 65504, so nothing here is rounded to it: a
-    float16 x and gate are converted to float32, and two bfloat16 operands represent a float16 number exactly.
+    the gate's part of d_x. Otherwise both GEMMs use at least 16 bits of that gradient's mantissa, because nearly all of
+    it cancels if the gate's columns have much in common. Float16 has the range 6e-8 to 65504, so nothing here is
+    rounded to it: a float16 x and gate are converted to float32, and two bfloat16 operands represent a float16 number
+    exactly.
     """
     if config.router is None:
         return GateGradients(None, None, None, d_weights)
@@ -131,6 +132,6 @@ def select_backward(
         x, gate = x.astype(jnp.float32), gate.astype(jnp.float32)
         d_x, d_gate = halves_matmul(d_logits, gate, (1, 1)), halves_matmul(x, d_logits, (0, 0))
     else:
-        product = halves_matmul if dtype.itemsize == 2 and gate.dtype == jnp.float32 else matmul
-        d_x, d_gate = product(d_logits, gate, (1, 1)), matmul(x, d_logits, (0, 0))
+        x_matmul = halves_matmul if dtype.itemsize == 2 and gate.dtype == jnp.float32 else matmul
+        d_x, d_gate = x_matmul(d_logits, gate, (1, 1)), matmul(x, d_logits, (0, 0))
     return GateGradients(d_x.astype(dtype), d_gate, bias, None)

@@ -10,12 +10,12 @@ from anabranch.jax.binding import check
 
 Initializer = Callable[..., jax.Array]
 
-_fan_in = jax.nn.initializers.variance_scaling
-#: The fan is that of one expert: the expert axis is a batch of matrices.
-default_gate_init = _fan_in(1.0, "fan_in", "truncated_normal")
-default_in_init = _fan_in(1.0, "fan_in", "truncated_normal", in_axis=1, out_axis=(2, 3), batch_axis=0)
-default_shared_in_init = _fan_in(1.0, "fan_in", "truncated_normal", in_axis=0, out_axis=(1, 2))
-default_out_init = _fan_in(1.0, "fan_in", "truncated_normal", in_axis=1, out_axis=2, batch_axis=0)
+_variance_scaling = jax.nn.initializers.variance_scaling
+#: The fan-in is that of one expert, because the expert axis is a batch axis.
+default_gate_init = _variance_scaling(1.0, "fan_in", "truncated_normal")
+default_in_init = _variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=1, out_axis=(2, 3), batch_axis=0)
+default_shared_in_init = _variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=0, out_axis=(1, 2))
+default_out_init = _variance_scaling(1.0, "fan_in", "truncated_normal", in_axis=1, out_axis=2, batch_axis=0)
 
 
 def initializer(name: str, given: Any, default: Initializer | None = None) -> Initializer:

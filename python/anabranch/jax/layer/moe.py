@@ -104,7 +104,7 @@ def moe(
       parallel: a `Parallel`, which spreads the layer over a mesh. None: every device has all experts, x may be sharded
         over its leading dimensions in any way, and the rows of a sharded x are not padded.
       quantized: with precision "fp8", w_in and w_out as returned by `quantize_experts`, used in their place; None: the
-        forward pass and the backward pass each quantise the weights. It has no gradient; w_in and w_out have theirs.
+        forward pass and the backward pass each quantise the weights. `quantized` gets no gradient; w_in and w_out do.
       {options}
 
     Returns:
@@ -120,7 +120,7 @@ def moe(
     float32. If x and the gate are bfloat16, a GPU rounds the logits' gradient to bfloat16 before its GEMMs; with a
     float32 gate or a float16 x it keeps more bits.
     Saved for the backward pass: the operands, h [R, 2 or 1, F], the float32 logits, and [T, K]-sized routing.
-    `jax.export` needs the custom calls allowed that docs/jax.md lists.
+    `jax.export` must be told to allow the `custom_calls` of this package (docs/jax.md).
 
     Source: Shazeer et al. 2017 (arXiv:1701.06538), Fedus et al. 2021 (arXiv:2101.03961) for the load-balance loss,
     Zoph et al. 2022 (arXiv:2202.08906) for the z-loss.
@@ -197,7 +197,7 @@ def _losses(
     num_tokens: int,
     shards: Axes,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """(aux_loss, z_loss, tokens_per_expert) from the sums; `shards`: mesh axes over which to add the sums up first."""
+    """(aux_loss, z_loss, tokens_per_expert) from the sums, which are first summed over the mesh axes `shards`."""
     tokens = jnp.float32(num_tokens) if token_mask is None else jnp.sum(token_mask, dtype=jnp.float32)
     score_sum, squares, counts = result.score_sum, result.lse_squares, result.tokens_per_expert
     assert score_sum is not None and squares is not None

@@ -35,7 +35,19 @@ class RouterState(nnx.Variable):
 
 
 def sharding(parallel: Parallel, name: str, layouts: Layouts = OURS) -> PartitionSpec | NamedSharding:
-    """The sharding of a parameter, by its name in `moe`: a spec if the context has a mesh, else a NamedSharding."""
+    """The sharding of a parameter of `MoE` on the mesh of `parallel`.
+
+    Args:
+      parallel: how the layer is spread over the mesh.
+      name: the parameter's name in `moe`.
+      layouts: the layouts of w_in and w_out.
+
+    Returns:
+      A PartitionSpec if the context has a mesh or `parallel` has none, else a NamedSharding on the mesh of `parallel`.
+
+    Raises:
+      KeyError: `moe` has no sharded argument with this name.
+    """
     spec = parallel.specs(*layouts)[name]
     if parallel.mesh is None or not jax.sharding.get_abstract_mesh().empty:
         return spec
@@ -89,6 +101,9 @@ class MoE(nnx.Module):
 
     Raises:
       TypeError, ValueError: an option is wrong; the message names it.
+
+    Gradients: for x and all parameters, as in `moe` and `shared_expert`, in the dtype of each; none for expert_bias.
+    Source: as for `moe` and `shared_expert`.
 
     Example:
       >>> import jax.numpy as jnp
@@ -192,6 +207,10 @@ class MoE(nnx.Module):
         Returns:
           MoEOutput of `moe`; output [..., D] in the dtype of the computation. Inside `nnx.capture` with
           `nnx.Intermediate` the layer also computes and sows `router_logits`, float32 [..., E].
+
+        Raises:
+          TypeError: an argument or a replaced parameter has the wrong type or dtype.
+          ValueError: a shape does not fit, or an argument contradicts the layer's options.
         """
         x = check.array("x", x, check.FLOATS, (..., ("in_features", self.in_features)))
         dtype = x.dtype if self.dtype is None else self.dtype
@@ -244,7 +263,7 @@ class MoE(nnx.Module):
         return check.array("expert_bias", bias, dtypes, (("E", E),)).astype(jnp.float32)
 
     def update_quantile_bias(self, qb_histogram: jax.Array) -> None:
-        """Sets the selection bias with which every expert would have had its share of the tokens.
+        """Sets the selection bias with which every expert would have received an equal share of the tokens.
 
         This is quantile balancing. Call it once per step, outside the differentiated function.
 

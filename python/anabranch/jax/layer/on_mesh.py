@@ -101,7 +101,7 @@ def _operands(given: dict[str, Any]) -> Operands:
 
 
 def _gathered(config: LayerConfig, placement: Placement, operands: Operands, *, backward: bool) -> Operands:
-    """All-gathers the FSDP-sharded operands; the experts' weights travel in the dtype of x, with FP8 quantised."""
+    """All-gathers the FSDP-sharded operands. The experts' weights are sent in the dtype of x, with FP8 quantised."""
     operands = quantize_weights(config, round_weights(config, operands), backward=backward)
     if not placement.parallel.fsdp_axes:
         return operands
@@ -139,7 +139,7 @@ def _tensor_sum(placement: Placement, array: jax.Array) -> jax.Array:
 def _sent(
     config: LayerConfig, placement: Placement, chosen: Transport, route: Any, tokens: jax.Array
 ) -> tuple[jax.Array, QuantizedOperand | None]:
-    """Tokens [T, D] as they arrive at their experts, and their quantised form if they travel as FP8."""
+    """Tokens [T, D] as they arrive at their experts, and their quantised form if they are sent as FP8."""
     if not placement.parallel.fp8_exchange:
         return chosen.send(route, tokens), None
     arrived = unpack(chosen.send(route, pack(quantize_rows(tokens, config.ffn.fp8_scales))), tokens.shape[1])
@@ -181,7 +181,7 @@ def _ffn_config(config: LayerConfig, chosen: Transport) -> FfnConfig:
     return dataclasses.replace(config.ffn, topk=chosen.topk)
 
 
-def _without_wrong(experts: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+def _without_invalid(experts: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Normalises given experts like a router's: (experts with -1 for invalid ones, counts [E], number of invalid)."""
     none = (experts < 0) | (experts >= num_experts)
     wrong = jnp.sum(none & (experts != -1), dtype=jnp.int32)
@@ -197,7 +197,7 @@ def _forward(
     selection, sums, gate = select(config, operands, save=save, counts=True)
     experts, wrong = selection.experts, jnp.zeros((), jnp.int32)
     if config.router is None:
-        experts, counts, wrong = _without_wrong(experts, placement.bounds.experts)
+        experts, counts, wrong = _without_invalid(experts, placement.bounds.experts)
         sums = sums._replace(tokens_per_expert=counts)
     experts, dropped = drop_over_capacity(placement.bounds, experts)
     chosen = transport(placement.transport, placement.bounds)
@@ -244,7 +244,7 @@ def _backward(
     selected = select_backward(config, operands, selection, gate, d_weights, cotangents.sums)
     rows = rows_gradient(options, ffn, intermediate.dh, intermediate.dh_quantized)
     d_x = _collected(placement, chosen, route, rows, None, whole.x.dtype, selected.x)
-    # Weight gradients come last, so that XLA can compute them while d_x travels.
+    # Weight gradients come last, so that XLA can overlap them with the transfer of d_x.
     w_in_dtype, w_out_dtype = weight_dtypes(whole)
     up = w_in_gradient(options, ffn, intermediate.dh, w_in_dtype)
     down = w_out_gradient(options, ffn, intermediate.weighted_a, d_rows, w_out_dtype)

@@ -164,7 +164,7 @@ class Cotangents(NamedTuple):
         return Sums(self.score_sum, self.lse_squares, None)
 
     def total_d_weights(self, through_experts: jax.Array) -> jax.Array:
-        """The whole cotangent of the weights [T, K]: the part through the experts plus that of other readers."""
+        """The whole cotangent of the weights [T, K]: the part through the experts plus that of the returned weights."""
         return through_experts if self.weights is None else through_experts + flat(self.weights)
 
 

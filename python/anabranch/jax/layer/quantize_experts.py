@@ -46,8 +46,8 @@ def quantize_experts(
 ) -> QuantizedExperts:
     """Quantises the experts' matrices, for `moe`, `routed_experts` and `expert_ffn` with precision="fp8".
 
-    These accept the result beside the weights, as `quantized`, and skip quantising: once per step instead of once per
-    pass, or only once if the weights are fixed. The caller renews it when the weights change.
+    These functions accept the result as `quantized`, in addition to the weights, and then quantise no weights. Call
+    this function once per step, instead of once per pass, or only once if the weights do not change.
 
     Args:
       w_in: [E, D, 2, F] or [E, D, 1, F], float32, bfloat16 or float16; D and F multiples of 128.
@@ -65,7 +65,8 @@ def quantize_experts(
       TypeError: an argument has the wrong type or dtype.
       ValueError: shapes do not fit, or widths are not multiples of 128.
 
-    Gradient: none; pass w_in and w_out themselves for theirs. Source: semantics, section 11.
+    Gradient: none; the functions that accept the result return the gradients of w_in and w_out. Source: semantics,
+    section 11.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -80,12 +81,12 @@ def quantize_experts(
     """
     layouts = check_layouts(w_in_layout, w_out_layout)
     w_in = check.array("w_in", w_in, check.FLOATS, layouts.shape("w_in", e="E", d="D", p="2 or 1", f="F"))
-    of = layouts.sizes("w_in", w_in.shape)
-    if of["p"] not in (1, 2):
+    axis_sizes = layouts.sizes("w_in", w_in.shape)
+    if axis_sizes["p"] not in (1, 2):
         raise ValueError(f"w_in: got {check.describe(w_in)}, expected 2 (gate, up) or 1 as P")
-    sizes: dict[str, Any] = {letter: (letter.upper(), of[letter]) for letter in "efd"}
+    sizes: dict[str, Any] = {letter: (letter.upper(), axis_sizes[letter]) for letter in "efd"}
     w_out = check.array("w_out", w_out, check.FLOATS, layouts.shape("w_out", **sizes))
-    check_fp8_widths("w_in", check.describe(w_in), D=of["d"], F=of["f"])
+    check_fp8_widths("w_in", check.describe(w_in), D=axis_sizes["d"], F=axis_sizes["f"])
     options = _Options(layouts, fp8_scales_number(fp8_scales), check.boolean("gradients", gradients))
     if parallel is not None and not isinstance(parallel, Parallel):
         raise TypeError(f"parallel: got {check.describe(parallel)}, expected a Parallel")
@@ -99,7 +100,7 @@ def quantize_experts(
         for axis in axes:
             devices *= mesh.shape[axis]
         check_fp8_widths(
-            "w_in", f"{check.describe(w_in)} over {devices} devices", **{width.upper(): of[width] // devices}
+            "w_in", f"{check.describe(w_in)} over {devices} devices", **{width.upper(): axis_sizes[width] // devices}
         )
     specs = quantized_specs(parallel)
     arrays: Any = jax.shard_map(

@@ -1,7 +1,7 @@
 """Load-balancing losses on the statistics that `route` returns.
 
 For [E]- and [T]-sized data jax.numpy is as fast as a kernel, and JAX fuses, shards and differentiates it. Only the
-column sums of dense scores, which read [T, E], are a kernel.
+column sums of dense scores, which read [T, E], have a kernel.
 """
 
 from typing import Any
@@ -29,11 +29,11 @@ def _balance(
     score_sum: jax.Array, counts: jax.Array, num_experts: int, topk: int, coeff: float, tokens: jax.Array
 ) -> jax.Array:
     """coeff E / (K N^2) sum_e score_sum[e] counts[e] over the last axis; 0 if N = 0."""
-    some = ~(tokens <= 0)  # NaN stays NaN
-    factor = jnp.where(some, coeff * num_experts / topk / jnp.where(some, tokens, 1.0) ** 2, 0.0)
+    has_tokens = ~(tokens <= 0)  # NaN stays NaN
+    scale = jnp.where(has_tokens, coeff * num_experts / topk / jnp.where(has_tokens, tokens, 1.0) ** 2, 0.0)
     counts = jax.lax.stop_gradient(counts).astype(jnp.float32)
-    score_sum = jnp.where(some[..., None], score_sum, 0.0)
-    return factor * jnp.sum(score_sum * counts, axis=-1)
+    score_sum = jnp.where(has_tokens[..., None], score_sum, 0.0)
+    return scale * jnp.sum(score_sum * counts, axis=-1)
 
 
 def load_balance_loss(
@@ -117,8 +117,8 @@ def z_loss(
 
 def mean_of_squares(squares: jax.Array, coeff: float, tokens: jax.Array) -> jax.Array:
     """The z-loss from the sum of lse^2 over float32 [] tokens; 0 without tokens."""
-    some = ~(tokens <= 0)  # NaN stays NaN
-    return jnp.where(some, coeff / jnp.where(some, tokens, 1.0), 0.0) * squares
+    has_tokens = ~(tokens <= 0)  # NaN stays NaN
+    return jnp.where(has_tokens, coeff / jnp.where(has_tokens, tokens, 1.0), 0.0) * squares
 
 
 def fused_moe_aux_loss(
@@ -181,7 +181,7 @@ def _score_sum(scores: jax.Array) -> jax.Array:
 
 
 def _score_sum_fwd(scores):
-    return _score_sum(scores), scores[:, :1]  # a column, for the sharding of the tokens
+    return _score_sum(scores), scores[:, :1]  # one column: the backward pass needs the tokens' sharding only
 
 
 def _score_sum_bwd(like, d_sum):

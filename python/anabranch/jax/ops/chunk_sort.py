@@ -1,4 +1,4 @@
-"""Chunk sort: permutes chunks of rows, and back."""
+"""Chunk sort: permutes chunks of rows."""
 
 import dataclasses
 from typing import Any
@@ -17,7 +17,10 @@ from anabranch.rows import check_num_rows
 def sort_chunks(
     x: jax.Array, split_sizes: jax.Array, sorted_indices: jax.Array, *, inverse: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """Sorts the chunks of x [R, D], or undoes it if `inverse`; also int32[R], the sorted place of each unsorted row."""
+    """(sorted rows, row_id_map) of x [R, D]; inverse: restores the order before such a sort.
+
+    row_id_map: int32[R], the sorted position of each unsorted row.
+    """
     results = ffi.call(
         "ab_xla_sort_chunks",
         {"x": x, "split_sizes": split_sizes, "sorted_indices": sorted_indices},
@@ -66,17 +69,17 @@ def sort_chunks_by_index(inp: Any, split_sizes: Any, sorted_indices: Any, probs:
     Args:
       inp: [..., D], leading dimensions flattened to R; float32, bfloat16, float16, or without a gradient bool, uint8,
         int16, int32, int64.
-      split_sizes: integers [S], the number of rows per chunk. Rows past their sum keep their place.
+      split_sizes: integers [S], the number of rows per chunk. Rows past their sum do not move.
       sorted_indices: int16, int32 or int64 [S], a permutation of 0 ... S-1.
-      probs: float32, bfloat16 or float16, R numbers that move with the rows; None: none.
+      probs: float32, bfloat16 or float16, R numbers that are permuted like the rows, or None.
 
     Returns:
-      (output [R, D], dtype of inp; row_id_map int32[R]: the place of every input row in the output); with probs, the
+      (output [R, D], dtype of inp; row_id_map int32[R]: the position of every input row in the output); with probs, the
       third result is probs [R] in the order of the output.
       The output is a permutation of the input for any integers: a negative size counts as 0, sizes are clipped to R, an
       index that is out of range or repeated is skipped, and chunks without an index follow in order.
 
-    Gradient: the cotangent of a row, and of its prob, is gathered from the row's place in the output.
+    Gradient: the cotangents of a row and of its element of probs are gathered from the row's position in the output.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
@@ -94,20 +97,20 @@ def sort_chunks_by_index(inp: Any, split_sizes: Any, sorted_indices: Any, probs:
     probs = check.array("probs", probs, check.FLOATS, (...,))
     R = row_id_map.shape[0]
     if probs.size != R or probs.ndim < 1:
-        raise ValueError(f"probs: got {check.describe(probs)}, expected {R} numbers, one for each row")
+        raise ValueError(f"probs: got {check.describe(probs)}, expected {R} numbers, one per row")
     columns = {"probs": probs.reshape(R, 1)}
     sorted_probs, _ = sort_by_index("sort_chunks_by_index", columns, split_sizes, sorted_indices)
     return output, row_id_map, sorted_probs[:, 0]
 
 
 def sort_by_index(
-    function: str, rows: dict[str, Any], split_sizes: Any, sorted_indices: Any, *, of: str = ""
+    function: str, rows: dict[str, Any], split_sizes: Any, sorted_indices: Any, *, prefix: str = ""
 ) -> tuple[jax.Array, jax.Array]:
-    """`sort_chunks_by_index` of rows, named as in the public function; `of`: prefix of the integers' names."""
+    """`sort_chunks_by_index` for a public function and its argument {name: rows}; prefix: of the integers' names."""
     ((name, inp),) = rows.items()
     inp = check.array(name, inp, ANY_DTYPE, (..., "R", "D"))
-    split_sizes = check.sizes(f"{of}split_sizes", split_sizes, ("S",))
-    sorted_indices = check.indices(f"{of}sorted_indices", sorted_indices, (("S", split_sizes.shape[0]),))
+    split_sizes = check.sizes(f"{prefix}split_sizes", split_sizes, ("S",))
+    sorted_indices = check.indices(f"{prefix}sorted_indices", sorted_indices, (("S", split_sizes.shape[0]),))
     check_whole(function, **{name: inp, "split_sizes": split_sizes, "sorted_indices": sorted_indices})
     x = flat(inp)
     check_num_rows(name, x.shape[0], 1)

@@ -30,7 +30,7 @@ class CombineGradients(NamedTuple):
     """[..., K], dtype of the weights; None without weights."""
 
 
-# ---------------------------------------------------------------- rules on flat maps: row_of_slot [T, K]
+# ---------------------------------------------------------------- rules on one device: x [T, D], row_of_slot [T, K]
 
 
 def spread(x: jax.Array, row_of_slot: jax.Array, slot_of_row: jax.Array) -> jax.Array:
@@ -125,7 +125,7 @@ def dispatch_backward(d_rows: jax.Array, plan: Plan, dtype: Any) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class _Options:
-    dtype: str  # of the differentiated input
+    dtype: str  # dtype of the differentiated input
 
 
 @reverse_mode("dispatch", nondiff_argnums=(0,))
@@ -165,7 +165,7 @@ def dispatch(x: Any, plan: Plan) -> jax.Array:
         bool, uint8, int16, int32, int64.
       plan: from `plan`.
 
-    With sharded tokens, rows contains all tokens' rows, replicated, by a sum of [R, D] over the shards.
+    With sharded tokens, the result contains the rows of all tokens and is replicated: it is a sum over the shards.
 
     Returns:
       rows [R, D], dtype of x. Rows without an assignment are zero.

@@ -112,7 +112,7 @@ def check_fp8_operands(config: FfnConfig, w_in: jax.Array, quantized: Any) -> Qu
 # ---------------------------------------------------------------- grouped matmul
 
 
-def alike(dtype: Any, precision: int, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array, int]:
+def in_one_dtype(dtype: Any, precision: int, x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array, int]:
     """The operands and the precision of a GEMM whose operands and result have one dtype.
 
     Args:
@@ -142,11 +142,11 @@ def grouped_gemm(
 ) -> jax.Array:
     """y[R, N] = x w[e], or x w[e]^T, on the rows of expert e, with the given dtype (None: that of x).
 
-    This is the rule without its gradient. Dtypes may differ, except with FP8; see `alike`.
+    This is the rule without its gradient. Dtypes may differ, except with FP8; see `in_one_dtype`.
     """
     dtype = x.dtype if dtype is None else dtype
     if precision != FP8:
-        x, w, precision = alike(dtype, precision, x, w)
+        x, w, precision = in_one_dtype(dtype, precision, x, w)
     y = jax.ShapeDtypeStruct((x.shape[0], w.shape[1 if transpose_w else 2]), x.dtype)
     operands = {"x": x, "w": w, "group_sizes": group_sizes}
     options: dict[str, Any] = {"transpose_w": int(transpose_w), "precision": precision}
@@ -201,8 +201,8 @@ def _grouped_matmul_forward(options: GroupedGemm, *operands: jax.Array) -> tuple
 def _grouped_matmul_backward(options: GroupedGemm, residuals: Any, d_y: jax.Array) -> tuple[Any, Any, None]:
     x, w, group_sizes = residuals
     o, weights_precision = options, HIGHEST if options.precision == FP8 else options.precision
-    back = dataclasses.replace(o, transpose_w=not o.transpose_w, dtype=x.dtype)
-    d_x = grouped_gemm(d_y, w, group_sizes, **dataclasses.asdict(back))
+    d_x_options = dataclasses.replace(o, transpose_w=not o.transpose_w, dtype=x.dtype)
+    d_x = grouped_gemm(d_y, w, group_sizes, **dataclasses.asdict(d_x_options))
     left, right = (d_y, x) if o.transpose_w else (x, d_y)
     return d_x, grouped_weight_gradient(left, right, group_sizes, w.dtype, precision=weights_precision), None
 
@@ -228,7 +228,7 @@ def grouped_matmul(
         count as 0.
       transpose_w: y = x w[e]^T; w is read in place without a copy.
       precision: how float32 x and w are multiplied, "highest" or "tf32", also in the gradient; see `moe`. "fp8": x and
-        w are quantised, and in the gradient of x d_y and w; D and N are multiples of 128.
+        w are quantised, and for the gradient of x, d_y and w; D and N must be multiples of 128.
       fp8_scales: with "fp8", "float32" or "power_of_two", see `moe`.
 
     Returns:

@@ -1,5 +1,7 @@
 """The rules of the experts' feed-forward network: forward and backward on rows, and fused with the sum per token.
 
+The names of the fused rules end in `_by_slot`.
+
 Sizes: T tokens, R rows, E experts, K experts per token, D model width, F expert width, P parts of w_in: 2 (gate and up)
 for a gated expert, 1 for an ungated one.
 """
@@ -25,7 +27,7 @@ class FfnConfig(ExpertsConfig):
 
     activation: Activation = SILU
     skip_rest: bool = False
-    """The rules by slot may leave rows without an assignment undefined, because nothing reads them."""
+    """The fused rules may leave rows without an assignment undefined, because nothing reads them."""
 
     @classmethod
     def of(cls, experts: ExpertsConfig, **own: Any) -> Self:
@@ -38,8 +40,8 @@ class FfnConfig(ExpertsConfig):
 
     def sizes(self, w_in: jax.Array) -> tuple[int, int, int, int]:
         """(E, D, P, F) of w_in."""
-        of = self.layouts.sizes("w_in", w_in.shape)
-        return of["e"], of["d"], of["p"], of["f"]
+        sizes = self.layouts.sizes("w_in", w_in.shape)
+        return sizes["e"], sizes["d"], sizes["p"], sizes["f"]
 
     def orders(self) -> dict[str, str]:
         """The axis orders of all arrays that are not in the default layout, for `ffi.call`."""
@@ -68,9 +70,9 @@ class FfnOperands(NamedTuple):
     weights: jax.Array | None
     """float [T, K] with slot_of_row, else [R]. None: 1."""
     quantized: QuantizedExperts | None = None
-    """With FP8; the rules by slot require it to contain the operands of their pass."""
+    """With FP8; the fused rules require it to contain the operands of their pass."""
     x_quantized: QuantizedOperand | None = None
-    """x quantised, which the forward rule by slot reads instead of x; None: the rule quantises x."""
+    """x quantised, which the fused forward rule reads instead of x; None: the rule quantises x."""
 
     def by_name(self) -> dict[str, jax.Array | None]:
         """The operands of a call of either pass, by their C names."""
@@ -240,14 +242,14 @@ def _backward(
     )
 
 
-# ---------------------------------------------------------------- by slot
+# ---------------------------------------------------------------- fused with the sum per token
 
 
 @dataclasses.dataclass(frozen=True)
 class SlotGemm:
     """A grouped GEMM whose rows [R, N] are not stored: x w[e] + bias[e], or x w[e]^T, on the rows of expert e.
 
-    Only the rows' sum per token is an array. A GPU computes the rows in chunks of columns, so they need little memory.
+    Only the sum per token is stored. A GPU computes the rows in chunks of columns, so they need little memory.
     """
 
     x: jax.Array
@@ -347,11 +349,11 @@ def ffn_forward_by_slot(config: FfnConfig, operands: FfnOperands, *, save_h: boo
     Early weights are those of the operands; late weights are passed to the sum.
     """
     assert operands.slot_of_row is not None and operands.group_sizes is not None
-    first_half = operands.by_name() | dict.fromkeys(("w_out", "b_out", "w_out_q", "w_out_scales"))
+    inputs = operands.by_name() | dict.fromkeys(("w_out", "b_out", "w_out_q", "w_out_scales"))
     if operands.x_quantized is not None:
-        first_half |= {"x": None, "x_q": operands.x_quantized.q, "x_scales": operands.x_quantized.scales}
+        inputs |= {"x": None, "x_q": operands.x_quantized.q, "x_scales": operands.x_quantized.scales}
     F = config.sizes(operands.w_in)[3]
-    results = _forward(config, operands, first_half, "a", F, save_h=save_h)
+    results = _forward(config, operands, inputs, "a", F, save_h=save_h)
     y = SlotGemm(
         results["a"],
         None if config.fp8 else operands.w_out,
@@ -379,9 +381,9 @@ def ffn_backward_by_slot(
 ) -> IntermediateGradients:
     """The first part of `ffn_backward` with slot_of_row, for gradients of rows that are then summed per token.
 
-    The caller still computes the sum of `rows_gradient`, `w_in_gradient`, and `w_out_gradient` if w_out_dtype is None.
-    In this order, with the gradient of w_out computed here, temporaries and w a can use the memory of the gradient of
-    w_in.
+    The caller then computes the sum of `rows_gradient`, `w_in_gradient`, and `w_out_gradient` if w_out_dtype is None.
+    In this order, and with the gradient of w_out computed here, temporaries and w a can use the memory of the gradient
+    of w_in.
 
     Args:
       config: as in the forward pass.
@@ -393,7 +395,7 @@ def ffn_backward_by_slot(
     """
     assert operands.slot_of_row is not None and operands.group_sizes is not None and operands.weights is not None
     R, (E, D, P, F), dtype = h.shape[0], config.sizes(operands.w_in), operands.x.dtype
-    first = w_out_dtype is not None
+    has_w_out = w_out_dtype is not None
     intermediates = {"h": h}
     if d_out_quantized is not None:
         intermediates |= {"d_out_q": d_out_quantized.q, "d_out_scales": d_out_quantized.scales}
@@ -407,17 +409,17 @@ def ffn_backward_by_slot(
             "dh_q": jax.ShapeDtypeStruct((R, P, F), jnp.float8_e4m3fn) if config.fp8 else None,
             "dh_scales": jax.ShapeDtypeStruct((R, P, F // BLOCK), jnp.float32) if config.fp8 else None,
             "weighted_a": jax.ShapeDtypeStruct((R, F), dtype),
-            "d_w_out": _like(operands.w_out, w_out_dtype) if first else None,
-            "d_b_out": _like(operands.b_out) if first else None,
+            "d_w_out": _like(operands.w_out, w_out_dtype) if has_w_out else None,
+            "d_b_out": _like(operands.b_out) if has_w_out else None,
             "d_weights": _like(operands.weights, jnp.float32),
         },
-        workspaces.ffn_backward(R, (E, D, P, F), dtype, d_out.dtype, d_weights=True, d_w_out=first),
+        workspaces.ffn_backward(R, (E, D, P, F), dtype, d_out.dtype, d_weights=True, d_w_out=has_w_out),
         skip_rest=int(config.skip_rest),
     )
     return IntermediateGradients(
         results["dh"],
         results["weighted_a"],
-        MatrixGradient(results["d_w_out"], results["d_b_out"]) if first else None,
+        MatrixGradient(results["d_w_out"], results["d_b_out"]) if has_w_out else None,
         results["d_weights"].astype(operands.weights.dtype),
         QuantizedOperand(results["dh_q"], results["dh_scales"]) if config.fp8 else None,
     )

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 @functools.partial(jax.jit, static_argnums=2, inline=True)
 def matmul(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """Float32 product of two matrices over one axis of each, accumulated in float32.
+    """Multiplies two matrices over one axis of each; the result is float32, accumulated in float32.
 
     Operands of equal dtype are multiplied as they are, except that a CPU converts float16 to float32, for which it has
     faster GEMMs. With one float32 and one bfloat16 operand, a CPU converts both to float32. A GPU, on which float32
@@ -19,18 +19,18 @@ def matmul(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
     in_float32 = functools.partial(_product_in_float32, contract=contract)
     dtypes = {str(a.dtype), str(b.dtype)}
     if dtypes == {"float16"}:
-        elsewhere = functools.partial(_product, contract=contract)
+        on_gpu = functools.partial(_product, contract=contract)
     elif dtypes == {"float32", "bfloat16"}:
-        elsewhere = functools.partial(_product_in_halves, contract=contract)
+        on_gpu = functools.partial(_product_in_halves, contract=contract)
     else:
         return _product(a, b, contract) if len(dtypes) == 1 else in_float32(a, b)
-    product: jax.Array = jax.lax.platform_dependent(a, b, cpu=in_float32, default=elsewhere)
+    product: jax.Array = jax.lax.platform_dependent(a, b, cpu=in_float32, default=on_gpu)
     return product
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3), inline=True)
 def bfloat16_matmul(a: jax.Array, b: jax.Array, contract: tuple[int, int], result: Any) -> jax.Array:
-    """Product of two matrices over one axis of each, accumulated in float32, with dtype `result`.
+    """Multiplies two matrices over one axis of each; the result has dtype `result`, accumulated in float32.
 
     A GPU rounds both operands to bfloat16. A CPU, where that is not faster, converts them to float32.
     """
@@ -47,10 +47,10 @@ def bfloat16_matmul(a: jax.Array, b: jax.Array, contract: tuple[int, int], resul
 
 @functools.partial(jax.jit, static_argnums=2, inline=True)
 def halves_matmul(a: jax.Array, b: jax.Array, contract: tuple[int, int]) -> jax.Array:
-    """Product of two float32 matrices over one axis of each, with 16 bits of both operands.
+    """Multiplies two float32 matrices over one axis of each, with 16 bits of both operands.
 
-    A GPU computes the sum of three bfloat16 GEMMs, which run on tensor cores; infinities become NaN there. A CPU
-    multiplies in float32.
+    A GPU computes the sum of three bfloat16 GEMMs on tensor cores, where infinities become NaN. A CPU multiplies in
+    float32.
     """
     in_float32 = functools.partial(_product_in_float32, contract=contract)
     in_halves = functools.partial(_product_of_halves, contract=contract)
@@ -82,7 +82,7 @@ def _product_of_halves(a: jax.Array, b: jax.Array, *, contract: tuple[int, int])
 
 
 def _product_in_halves(a: jax.Array, b: jax.Array, *, contract: tuple[int, int]) -> jax.Array:
-    left = a.dtype == jnp.float32  # the operand that is split; one GEMM multiplies both halves side by side
+    left = a.dtype == jnp.float32  # whether a is the operand that is split; one GEMM multiplies both of its halves
     split, other = (a, b) if left else (b, a)
     terms, other_terms = contract if left else contract[::-1]
 
@@ -91,7 +91,7 @@ def _product_in_halves(a: jax.Array, b: jax.Array, *, contract: tuple[int, int])
         return _product(both, other, contract) if left else _product(other, both, contract)
 
     size = split.shape[1 - terms]
-    if other.size <= size * other.shape[1 - other_terms]:  # smaller than the result: double the contraction instead
+    if other.size <= size * other.shape[1 - other_terms]:  # smaller than the result: double the contraction length
         return product(terms, jnp.concatenate([other, other], axis=other_terms))
     result = product(1 - terms, other)
     return result[:size] + result[size:] if left else result[:, :size] + result[:, size:]

@@ -19,7 +19,7 @@ from anabranch.rows import check_num_rows, check_num_slots, num_rows_needed
 
 
 class Plan(NamedTuple):
-    """The rows of all assignments; `plan` returns it, `dispatch` and `combine` take it.
+    """The rows of all assignments: the result of `plan`, an argument of `dispatch` and `combine`.
 
     Rows of one expert are contiguous, in the order (token, slot); expert e owns group_sizes[e] rows from offsets[e].
     """
@@ -107,8 +107,8 @@ def _plan_shard(options: _PlanOptions, experts: jax.Array) -> Plan:
     shards, index = jax.lax.psum(1, axes), jax.lax.axis_index(axes)
     own = _plan_whole(_PlanOptions(E, 0, experts.size, 1), experts)
     counts = own.tokens_per_expert
-    mine = jnp.arange(shards)[:, None] == index
-    shard_counts = jax.lax.psum(jnp.where(mine, counts, 0), axes)
+    is_own = jnp.arange(shards)[:, None] == index
+    shard_counts = jax.lax.psum(jnp.where(is_own, counts, 0), axes)
     before = jnp.sum(jnp.where(jnp.arange(shards)[:, None] < index, shard_counts, 0), axis=0)
     begin, end = _layout(options, jnp.sum(shard_counts, axis=0))
 
@@ -144,7 +144,7 @@ _plan.defvjp(lambda options, experts: (_plan(options, experts), None), lambda op
 def plan(
     experts: Any, num_experts: int, *, align_size: int = 0, num_rows: int | None = None, num_destinations: int = 1
 ) -> Plan:
-    """Computes the rows of the dispatched tokens: by expert, within an expert by (token, slot).
+    """Gives every assignment a row: rows are grouped by expert, and within an expert ordered by (token, slot).
 
     Args:
       experts: int16, int32 or int64 [..., K], K >= 1. -1: no expert. An index outside [-1, E) is treated as -1 and
@@ -154,8 +154,8 @@ def plan(
       num_rows: R, a multiple of align_size. Assignments past it are dropped and counted. Default: the smallest R with
         which no routing drops anything.
       num_destinations: P, a divisor of E. The rows form P regions of R/P, one per destination of an exchange, which
-        owns E/P consecutive experts. Their groups start at the region's first row and are clipped to its end. The
-        default R then holds every assignment in any region.
+        owns E/P consecutive experts. Their groups start at the region's first row and are clipped to its end. With the
+        default R each region can hold all assignments.
 
     With tokens sharded along their first dimension, this is the plan of all tokens; row_of_slot is sharded like them,
     the other fields are replicated. Inside a jax.shard_map it is the plan of the shard.

@@ -1,7 +1,7 @@
-"""Quantile balancing: computes the bias that gives every expert its share of the tokens from the histogram of `route`.
+"""Quantile balancing: computes the bias that gives every expert an equal share of the tokens.
 
-Instead of moving by a fixed step, an expert's bias is set to the value that would have given it K/E of the tokens of a
-batch: the K/E quantile of the distance of its score below a token's threshold.
+An expert's bias does not move by a fixed step. It is set to the value that would have given the expert K/E of the
+tokens of a batch: the K/E quantile of the distance of its score below a token's threshold, from `route`'s histogram.
 """
 
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 
 from anabranch.jax.binding import check
 
-#: A product of two numbers of experts must fit int32.
+#: The square of the number of experts must fit int32.
 _MOST_EXPERTS = 46340
 
 
@@ -44,7 +44,7 @@ def host_bounds(value: Any) -> tuple[float, float]:
 
 
 def quantile_bias(histogram: jax.Array, lower: float | jax.Array, upper: float | jax.Array, topk: int) -> jax.Array:
-    """The expert bias with which each expert would have had its share of the counted tokens.
+    """The expert bias with which each expert would have received an equal share of the counted tokens.
 
     Args:
       histogram: int32 [E, bins], `route(..., qb_bin_bounds=(lower, upper), qb_bins=bins).qb_histogram`, or a sum of
@@ -73,17 +73,17 @@ def quantile_bias(histogram: jax.Array, lower: float | jax.Array, upper: float |
         raise ValueError(f"histogram: got {E} experts, expected at most {_MOST_EXPERTS}")
     topk = check.integer("topk", topk, 1, E - 1)
     lower, upper = bin_bounds((lower, upper), ("lower", "upper"))
-    through = jnp.cumsum(counts, axis=1)
+    cumulative = jnp.cumsum(counts, axis=1)
     # The quantile is at count K n / E of n. Integer part and remainder are exact, so it never moves to another bin.
-    rounds, left = through[:, -1] // E, through[:, -1] % E
-    whole, remainder = topk * rounds + topk * left // E, (topk * left) % E
-    bin_index = jnp.sum(through < (whole + (remainder > 0))[:, None], axis=1)[:, None]
-    inside = jnp.take_along_axis(counts, jnp.minimum(bin_index, bins - 1), axis=1)[:, 0]
-    before = jnp.take_along_axis(through, jnp.minimum(bin_index, bins - 1), axis=1)[:, 0] - inside
-    part = ((whole - before).astype(jnp.float32) + remainder.astype(jnp.float32) / E) / jnp.maximum(inside, 1)
+    n_quotient, n_remainder = cumulative[:, -1] // E, cumulative[:, -1] % E
+    whole, remainder = topk * n_quotient + topk * n_remainder // E, (topk * n_remainder) % E
+    bin_index = jnp.sum(cumulative < (whole + (remainder > 0))[:, None], axis=1)[:, None]
+    in_bin = jnp.take_along_axis(counts, jnp.minimum(bin_index, bins - 1), axis=1)[:, 0]
+    before = jnp.take_along_axis(cumulative, jnp.minimum(bin_index, bins - 1), axis=1)[:, 0] - in_bin
+    fraction = ((whole - before).astype(jnp.float32) + remainder.astype(jnp.float32) / E) / jnp.maximum(in_bin, 1)
     width = (upper - lower) / bins
-    some = through[:, -1] > 0
-    quantiles = jnp.where(some, lower + (bin_index[:, 0].astype(jnp.float32) + part) * width, lower)
-    overflown = jnp.any(through < 0, axis=1)  # the first sum that overflows int32 is negative
-    quantiles = jnp.where(overflown, jnp.nan, quantiles)
+    has_counts = cumulative[:, -1] > 0
+    quantiles = jnp.where(has_counts, lower + (bin_index[:, 0].astype(jnp.float32) + fraction) * width, lower)
+    overflowed = jnp.any(cumulative < 0, axis=1)  # the first sum that overflows int32 is negative
+    quantiles = jnp.where(overflowed, jnp.nan, quantiles)
     return jax.lax.stop_gradient(quantiles - jnp.mean(quantiles))

@@ -122,7 +122,7 @@ def for_pass(
     *,
     backward: bool,
 ) -> QuantizedExperts:
-    """The quantised weights of a pass only: from `given` if it has them, otherwise quantised here."""
+    """The quantised weights that one pass needs: from `given` if it has them, otherwise quantised here."""
     names = ("w_in", "w_out") if backward else ("w_in_transposed", "w_out_transposed")
     if given is None or any(getattr(given, name) is None for name in names):
         assert w_in is not None and w_out is not None

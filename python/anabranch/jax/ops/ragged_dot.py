@@ -1,4 +1,4 @@
-"""`jax.lax.ragged_dot` and `ragged_dot_general` by this library's grouped GEMMs, with the same signatures."""
+"""`jax.lax.ragged_dot` and `ragged_dot_general`, with the same signatures, computed by this library's grouped GEMMs."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ from anabranch.precision import HIGHEST, TF32
 
 
 def _as_precision(value: Any) -> jax.lax.Precision | None:
-    """The precision that a value is or names; None for None."""
+    """A `jax.lax.Precision`, given as one or by name; None stays None. Raises ValueError for other values."""
     if value is None or isinstance(value, jax.lax.Precision):
         return value
     if isinstance(value, str):
@@ -37,7 +37,7 @@ def operands_precision(precision: Any) -> int:
     if len(pair) != 2 or not requested:
         raise ValueError(
             f"precision: got {check.shown(precision)}, expected None, a jax.lax.Precision or its name, or two: "
-            "operands multiply as float32, or with HIGH as TF32, and accumulate in float32"
+            "operands are multiplied as float32, or with HIGH as TF32, and accumulated in float32"
         )
     return TF32 if requested == {jax.lax.Precision.HIGH} else HIGHEST
 
@@ -78,9 +78,7 @@ def ragged_gemm(
 
 
 def _check_unused(group_offset: Any, out_sharding: Any) -> None:
-    refuse_argument(
-        "group_offset", group_offset, "all groups are computed, as in JAX's own; slice group_sizes and the rows"
-    )
+    refuse_argument("group_offset", group_offset, "all groups are computed, as in JAX; slice group_sizes and the rows")
     refuse_argument("out_sharding", out_sharding, "arrays are whole; see jax.shard_map")
 
 
@@ -99,13 +97,13 @@ def ragged_dot(
       lhs: float32, bfloat16 or float16 [m, k]; rows of one group are contiguous, group 0 first.
       rhs: [g, k, n], any of these dtypes.
       group_sizes: integers [g], on the device. Sizes past m are clipped, negative ones count as 0.
-      precision: of float32 operands: None, a jax.lax.Precision or its name, or a pair of them. HIGH, also named "high"
-        and "tensorfloat32", lets a GPU round both to TF32, like `precision="tf32"` of `grouped_matmul`. All others
-        multiply as float32; DEFAULT means HIGHEST here, unlike in JAX. Of a pair, the more exact one applies.
-        Algorithms are refused.
+      precision: how float32 operands are multiplied: None, a jax.lax.Precision or its name, or a pair of them. HIGH,
+        also named "high" and "tensorfloat32", lets a GPU round both operands to TF32, like `precision="tf32"` of
+        `grouped_matmul`. With all others they are multiplied as float32; DEFAULT means HIGHEST here, unlike in JAX. The
+        more exact one of a pair applies. Algorithms are refused.
       preferred_element_type: dtype of the result, float32, bfloat16 or float16. None: the dtype that lhs and rhs
         promote to, which is float32 for bfloat16 with float16.
-      group_offset: must be None; JAX's own function supports no other value either.
+      group_offset: must be None; JAX's function supports no other value either.
       out_sharding: must be None; arrays are whole, or shards inside a jax.shard_map.
 
     Returns:
@@ -195,7 +193,7 @@ def ragged_dot_general(
       TypeError: an argument has the wrong type or dtype.
       ValueError: another form, shapes do not fit, an option is unsupported, or an array is sharded.
 
-    Gradient: for lhs and rhs in their dtypes, also for contracted rows, which JAX's own does not differentiate.
+    Gradient: for lhs and rhs in their dtypes, also for contracted rows, which JAX's function does not differentiate.
 
     Source: `grouped_matmul` and its gradients, under JAX's name.
 

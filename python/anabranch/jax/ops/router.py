@@ -34,7 +34,7 @@ class Routing(NamedTuple):
 
 
 class RouterResiduals(NamedTuple):
-    """Saved for the backward pass: inputs in their own dtype, integers, and float32."""
+    """The values saved for the backward pass: inputs in their own dtype, integers, and float32."""
 
     logits: jax.Array
     experts: jax.Array
@@ -172,14 +172,14 @@ def route(
       topk: K, 1 <= K <= E.
       expert_bias: float [E], added to the scores for the selection only (DeepSeek-V3's auxiliary-loss-free balancing).
       token_mask: bool [...], True for unmasked tokens. Masked ones have expert -1, weight 0 and are not counted.
-      forced_experts: integer [..., K]: gives the selection (replay); -1 or out of range: no expert. Not together with
-        expert_bias or groups. If none of a token's forced experts has a finite logit (all are -inf), weights normalised
-        by softmax are NaN (0 / 0), and so are its gradients; other weights are 0.
+      forced_experts: integer [..., K]: gives the selection (replay); -1 or out of range: no expert. It excludes
+        expert_bias and groups. If all logits of a token's forced experts are -inf, weights normalised by softmax are
+        NaN (0 / 0), and so are the token's gradients; other weights are 0.
       sequence_stats: logits are [..., S, E] and statistics keep the leading axes: one row per sequence of S tokens.
       qb_bin_bounds, qb_bins: quantile balancing: bounds, float32 [2] or a pair with lower < upper, and the number of
         bins between them, at most 2^20. The result's `qb_histogram` counts, per expert, the distance of a token's
         threshold, its (K+1)-th largest score with bias, above the expert's score; the first and the last bin are
-        open-ended. `quantile_bias` computes a bias from it. Needs expert_bias and K < E; not with groups.
+        open-ended. `quantile_bias` computes a bias from it. Requires expert_bias and K < E, and excludes groups.
       {options}
         A group's score is the sum of its group_score_topk best scores with their bias: 1 is DeepSeek-V2's maximum, 2
         DeepSeek-V3's rule in most libraries. None, with groups: the sum of its K / group_topk best scores (logits for a

@@ -1,14 +1,13 @@
-"""Transports of expert parallelism: send tokens to the devices that own their experts, and results back.
+"""Transports of expert parallelism: they send tokens to the devices that own their experts, and return the results.
 
 A transport runs inside a jax.shard_map over the expert axis. P devices ("ranks") hold E/P experts each; a rank has its
-own T tokens with K assignments each. All transports have the same methods (`Transport`). They return the experts'
-operands, the array of tokens as it arrived and the gather indices into it, so rows are sorted only once.
+own T tokens with K assignments each. All transports have the same methods (`Transport`). The experts read tokens as
+they arrived, through gather indices; rows are not sorted again.
 
-- `Ring`: all_gather of tokens, all_to_all of partial sums. All tokens go to all ranks; each rank computes the
-  contribution of its experts to every token, and the partial sums are added where the tokens came from. No buffer has
-  unused regions, whatever the routing.
-- `Padded`: all_to_all with a region of fixed capacity per destination. One plan with (destination, local expert) groups
-  computes the rows.
+- `Ring`: an all_gather of tokens. Each rank computes partial sums of its experts for all tokens; an all_to_all returns
+  them, and they are summed at the source. Buffers have no unused regions.
+- `Padded`: a fixed-capacity all_to_all with one region per destination. One plan with (destination, local expert)
+  groups assigns the rows.
 - `Ragged`: jax.lax.ragged_all_to_all of the actual rows only. XLA has no such collective on the CPU; there the rows are
   gathered from an all_gather of the buffers, which costs more memory and traffic.
 
@@ -62,7 +61,7 @@ class Transport(Protocol):
         """Sends tokens [T, D] to their experts; returns the array into which slot_of_row points."""
 
     def send_weights(self, route: Any, weights: jax.Array) -> jax.Array:
-        """Sends weights [T, K] like the tokens of `send`: [tokens there, topk]."""
+        """Sends weights [T, K] in the order of `send`; returns [arrived tokens, topk]."""
 
     def collect(
         self,
@@ -78,7 +77,7 @@ class Transport(Protocol):
         """
 
     def collect_weights(self, route: Any, weights: jax.Array) -> jax.Array:
-        """Sends values [tokens there, topk], one per weight of `send_weights`, back as [T, K]; 0 for no value."""
+        """Returns values [arrived tokens, topk] to their source ranks as [T, K]; 0 for an assignment without a row."""
 
 
 # ---------------------------------------------------------------- capacity
@@ -88,7 +87,7 @@ def drop_over_capacity(bounds: Bounds, experts: jax.Array) -> tuple[jax.Array, j
     """Drops the assignments past a rank's capacity, the last in the order (source, token, slot), for all transports.
 
     Returns:
-      (experts int32 [T, K] with -1 for dropped assignments; how many of this rank's were dropped, int32 []).
+      (experts int32 [T, K] with -1 for dropped assignments; the number of this rank's dropped assignments, int32 []).
     """
     if bounds.capacity is None:
         return experts, jnp.zeros((), jnp.int32)
@@ -121,7 +120,7 @@ class RingRoute(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """All tokens to all ranks, partial sums back. Without an axis: the layer without expert parallelism."""
+    """All-gather of tokens, all-to-all of partial sums. Without an axis: no expert parallelism and no exchange."""
 
     bounds: Bounds
     route = RingRoute
@@ -169,7 +168,7 @@ class Ring:
         dtype: Any,
         addend: jax.Array | None = None,
     ) -> jax.Array:
-        """See Transport. Partial sums accumulate in float32 and travel in the dtype of the rows."""
+        """See Transport. Partial sums accumulate in float32 and are sent in the dtype of the rows."""
         if self._alone:
             return rows.sum(route.row_of_slot, weights, dtype, addend)
         weights = None if weights is None else self._gather(weights)
@@ -218,7 +217,7 @@ def _by_expert(chunks: jax.Array, tails: jax.Array, arriving: int, rows: int) ->
     """
     P, E = chunks.shape
     sizes = jnp.concatenate([chunks, tails[:, None]], axis=1)
-    order = jnp.arange(P * (E + 1), dtype=jnp.int32).reshape(P, E + 1).T.ravel()  # the tails come last
+    order = jnp.arange(P * (E + 1), dtype=jnp.int32).reshape(P, E + 1).T.ravel()  # all tails after all chunks
     positions = jnp.arange(arriving, dtype=jnp.int32)
     by_expert, row_of_arrived = sort_chunks(positions[:, None], sizes.ravel(), order)
     total = jnp.sum(chunks)
@@ -257,7 +256,7 @@ class _Rows(abc.ABC):
         dtype: Any,
         addend: jax.Array | None = None,
     ) -> jax.Array:
-        """See Transport. Rows travel in their own dtype and are summed here, k ascending."""
+        """See Transport. Rows are sent in their own dtype and summed at the source in ascending order of k."""
         arrived = rows.sum(route.row_of_arrived, None, rows.dtype)
         return gather_sum(self._return(route, arrived), route.row_of_slot, weights, dtype, addend)
 
@@ -268,7 +267,7 @@ class _Rows(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class Padded(_Rows):
-    """A region of fixed capacity per destination."""
+    """Fixed-capacity all-to-all: one region of fixed size per destination."""
 
     bounds: Bounds
 
@@ -289,7 +288,7 @@ class Padded(_Rows):
         regions = rows.reshape(self.bounds.ranks, self.bounds.region, rows.shape[1])
         return _all_to_all(regions, self.bounds.axis).reshape(rows.shape)
 
-    _return = _exchange  # the region that came from a rank goes back to it
+    _return = _exchange  # a region returns to the rank that it came from
 
 
 def _all_to_all(regions: jax.Array, axis: str | None) -> jax.Array:
@@ -299,28 +298,28 @@ def _all_to_all(regions: jax.Array, axis: str | None) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Ragged(_Rows):
-    """Buffers without unused regions."""
+    """Ragged all-to-all: buffers have no unused regions."""
 
     bounds: Bounds
 
     @property
-    def _leaving(self) -> int:
+    def _outgoing_rows(self) -> int:
         b = self.bounds
         return num_rows_needed(b.tokens * b.topk, b.experts, b.align_size)
 
     @property
-    def _arriving(self) -> int:
+    def _incoming_rows(self) -> int:
         # Every (source, local expert) pair has its own padding, P * E/P of them.
         return num_rows_needed(self.bounds.arriving_slots, self.bounds.experts, self.bounds.align_size)
 
     def plan(self, experts: jax.Array) -> RowRoute:
         """See Transport."""
         b = self.bounds
-        routed = plan(experts, b.experts, align_size=b.align_size, num_rows=self._leaving)
+        routed = plan(experts, b.experts, align_size=b.align_size, num_rows=self._outgoing_rows)
         sizes = routed.group_sizes[None] if b.axis is None else jax.lax.all_gather(routed.group_sizes, b.axis)
         chunks = sizes.reshape(b.ranks, b.ranks, b.local_experts)[:, self._rank]
         no_tails = jnp.zeros(b.ranks, jnp.int32)
-        slot_of_row, row_of_arrived = _by_expert(chunks, no_tails, self._arriving, self._arriving)
+        slot_of_row, row_of_arrived = _by_expert(chunks, no_tails, self._incoming_rows, self._incoming_rows)
         group_sizes = jnp.sum(chunks, axis=0, dtype=jnp.int32)
         return RowRoute(routed.row_of_slot, routed.slot_of_row, slot_of_row, row_of_arrived, group_sizes, sizes)
 
@@ -330,11 +329,11 @@ class Ragged(_Rows):
 
     def _exchange(self, route: RowRoute, rows: jax.Array) -> jax.Array:
         params = compute_ragged_all_to_all_params(route.sizes, self._rank, self.bounds.ranks)
-        return _ragged_all_to_all(rows, self._arriving, params, self.bounds.axis)
+        return _ragged_all_to_all(rows, self._incoming_rows, params, self.bounds.axis)
 
     def _return(self, route: RowRoute, rows: jax.Array) -> jax.Array:
         params = compute_reverse_ragged_all_to_all_params(route.sizes, self._rank, self.bounds.ranks)
-        return _ragged_all_to_all(rows, self._leaving, params, self.bounds.axis)
+        return _ragged_all_to_all(rows, self._outgoing_rows, params, self.bounds.axis)
 
 
 def _ragged_all_to_all(rows: jax.Array, arriving: int, params: RaggedParams, axis: str | None) -> jax.Array:
@@ -354,15 +353,15 @@ def _ragged_all_to_all(rows: jax.Array, arriving: int, params: RaggedParams, axi
 
 def _slices_of_all(rows: jax.Array, out: jax.Array, params: RaggedParams, axis: str) -> jax.Array:
     """ragged_all_to_all emulated by an all_gather; incoming slices are contiguous, ordered by source."""
-    me = jax.lax.axis_index(axis)
-    everyone = jax.lax.all_gather(rows, axis)
-    begin_there = jax.lax.all_gather(params.input_offsets, axis)[:, me]
-    begin_here = jax.lax.all_gather(params.output_offsets, axis)[:, me]
+    rank = jax.lax.axis_index(axis)
+    all_rows = jax.lax.all_gather(rows, axis)
+    source_begin = jax.lax.all_gather(params.input_offsets, axis)[:, rank]
+    begin = jax.lax.all_gather(params.output_offsets, axis)[:, rank]
     row = jnp.arange(out.shape[0], dtype=jnp.int32)
-    source = jnp.searchsorted(begin_here + params.recv_sizes, row, side="right")
+    source = jnp.searchsorted(begin + params.recv_sizes, row, side="right")
     source = jnp.minimum(source, params.recv_sizes.size - 1)
-    offset = row - begin_here[source]
-    taken = everyone.at[source, begin_there[source] + offset].get(mode="fill", fill_value=0)
+    offset = row - begin[source]
+    taken = all_rows.at[source, source_begin[source] + offset].get(mode="fill", fill_value=0)
     return jnp.where((offset < params.recv_sizes[source])[:, None], taken, out)
 
 
@@ -382,6 +381,15 @@ _RATES = {
 
 def choose(platform: str, bounds: Bounds, itemsize: int, fp8_exchange: bool = False) -> str:
     """The transport for `transport="auto"`: the one with the shortest estimated time, bytes / rate.
+
+    Args:
+      platform: "gpu", "tpu" or "cpu"; the rates of any other platform are those of "gpu".
+      bounds: the sizes of the exchange.
+      itemsize: bytes per element of x.
+      fp8_exchange: as in `Parallel`.
+
+    Returns:
+      A key of `TRANSPORTS`.
 
     >>> tokens = dict(tokens=8192, topk=8, slots_per_token=8, align_size=0, capacity=None)
     >>> choose("gpu", Bounds(8, 128, **tokens), 2), choose("gpu", Bounds(512, 512, **tokens), 2)

@@ -1,7 +1,7 @@
-"""Quantised rows as one message, which a transport carries if tokens travel as FP8.
+"""Quantised rows as one message of a transport, for exchanges in FP8.
 
-A row consists of D e4m3 numbers and the D/128 float32 scales of its blocks, 33 D / 32 bytes. It is sent as 32-bit
-integers, which no collective computes with, so every bit arrives unchanged, even those of a NaN.
+A message row is D e4m3 numbers and D/128 float32 block scales, 33 D / 32 bytes, viewed as 32-bit integers. Integers
+preserve every bit, including those of NaN.
 """
 
 from typing import Any

@@ -26,23 +26,23 @@ class Parallel:
     devices, unless `capacity_factor` drops assignments.
 
     Args:
-      expert_axis: axis over which the experts are divided, in contiguous equal ranges. Tokens are divided over it too,
-        and travel to the experts' devices and back. None: every device has all experts.
+      expert_axis: axis over which the experts are divided, in contiguous equal ranges. Tokens are divided over it too;
+        they are sent to the experts' devices, and the results are returned. None: every device has all experts.
       data_axes: axes over which the tokens are divided. The first dimension of x is divided over (*data_axes,
         expert_axis). Inside a jax.shard_map over the whole mesh no other field may be given: x is then this device's
         shard, and losses and counts cover all shards along these axes.
-      fsdp_axes: those of data_axes over which every expert matrix and the gate are also divided, along D. They are
+      fsdp_axes: the data_axes over which every expert matrix and the gate are also divided, along D. The matrices are
         all-gathered before use, forward and backward, and their gradients are reduce-scattered.
       tensor_axis: axis over which F is divided; all devices along it have the same tokens. Each pass has one sum over
         it.
       transport: "all_to_all", "ragged", "ring", or "auto", which estimates their times (docs/scaling.md).
-      capacity_factor: None: nothing is dropped, buffers hold the worst case. Otherwise a device accepts at most
-        ceil(capacity_factor * T * K) assignments, with T tokens per device, and drops the last ones in the order
-        (source, token, slot), the same on every run. Drops are counted per source.
-      fp8_exchange: with precision="fp8", tokens and the cotangents of their outputs travel to the experts as e4m3
-        numbers with the scales that the GEMMs use, 33/32 bytes per element; the way back is unchanged. Outputs are
+      capacity_factor: None: nothing is dropped, and buffers have the size of the worst case. Otherwise a device accepts
+        at most ceil(capacity_factor * T * K) assignments, with T tokens per device, and drops the last ones in the
+        order (source, token, slot), the same on every run. Drops are counted per source.
+      fp8_exchange: with precision="fp8", tokens and the cotangents of their outputs are sent to the experts as e4m3
+        numbers with the scales that the GEMMs use, 33/32 bytes per element; results are not quantised. Outputs are
         bitwise the same. Gradients of w_in, w_out and b_out, and the part of the weights' gradients from b_out, are
-        computed from x and cotangents as they arrive; docs/scaling.md has the error bound.
+        computed from the quantised x and cotangents; docs/scaling.md has the error bound.
       mesh: the mesh; None: that of jax.set_mesh, or of the type of x.
 
     Raises:
@@ -98,7 +98,17 @@ class Parallel:
         return (*self.data_axes, *expert)
 
     def specs(self, w_in_layout: str = "dpf", w_out_layout: str = "fd") -> dict[str, PartitionSpec]:
-        """The shardings of the arrays of `moe`, by argument name; x by its first dimension."""
+        """The shardings of the arrays of `moe`.
+
+        Args:
+          w_in_layout, w_out_layout: the layouts of w_in and w_out, as in `moe`.
+
+        Returns:
+          PartitionSpecs by argument name; that of x shards its first dimension.
+
+        Raises:
+          ValueError: an unknown layout.
+        """
         layouts = check_layouts(w_in_layout, w_out_layout)
         ep, tp, fsdp = self.expert_axis, self.tensor_axis, spec_entry(tuple(self.fsdp_axes))
         return {
@@ -115,10 +125,10 @@ class Parallel:
 
 
 def quantized_specs(parallel: Parallel) -> QuantizedExperts:
-    """The shardings of the fields of a QuantizedExperts: like the weights, and blocks are never split."""
+    """The shardings of the fields of a QuantizedExperts: like the weights. Blocks are never split."""
     d, f = spec_entry(tuple(parallel.fsdp_axes)), parallel.tensor_axis
     axes = QuantizedExperts.shapes(parallel.expert_axis, d, None, f, d, f)
-    specs: dict[str, Any] = {name: PartitionSpec(*of) for name, of in axes.items()}
+    specs: dict[str, Any] = {name: PartitionSpec(*entries) for name, entries in axes.items()}
     return QuantizedExperts(**specs)
 
 
@@ -128,7 +138,8 @@ class Placement:
 
     Attributes:
       parallel: the caller's argument.
-      mesh: the mesh for jax.shard_map, None: the mesh of the context; manual: the axes that it makes manual.
+      mesh: the mesh for jax.shard_map; None: the mesh of the context.
+      manual: the axes that this jax.shard_map makes manual.
       explicit: whether the arrays' types contain their sharding.
       tokens: the axes of every leading dimension of x.
       transport: a key of TRANSPORTS.
@@ -240,7 +251,7 @@ def manual_shard_axes(parallel: Parallel) -> Axes:
         if getattr(parallel, name):
             raise ValueError(
                 f"{name}: got {getattr(parallel, name)!r} inside a jax.shard_map over the whole mesh, expected only "
-                "data_axes there; call moe() outside, it has a jax.shard_map of its own"
+                "data_axes there; outside, moe() applies its own jax.shard_map"
             )
     names = jax.sharding.get_abstract_mesh().axis_names
     for axis in parallel.data_axes:
@@ -267,7 +278,7 @@ def mesh_for(parallel: Parallel, x: jax.Array) -> Any:
             )
         if axis in manual:
             raise ValueError(
-                f"{name}: got {axis!r}, which a jax.shard_map around the call has made manual, expected moe() outside"
+                f"{name}: got {axis!r}, which a jax.shard_map around the call made manual, expected moe() outside it"
             )
     return mesh
 

@@ -105,8 +105,8 @@ def compute_reverse_ragged_all_to_all_params(
 ) -> RaggedParams:
     """Computes the sizes and offsets with which a rank sends rows back to their sources.
 
-    Arguments and results are those of `compute_ragged_all_to_all_params`, without a gradient as well; every send of the
-    way there is a receive of the way back.
+    Arguments and results are those of `compute_ragged_all_to_all_params`, with sends and receives exchanged. There is
+    no gradient.
 
     Raises:
       TypeError, ValueError: as in `compute_ragged_all_to_all_params`.
@@ -126,7 +126,7 @@ def local_permute_after_a2a(
     """Reorders the rows that a rank received, from (source rank, local expert) to (local expert, source rank).
 
     Args:
-      x_recv: [R, D]; rows past the received ones keep their place. Dtypes as for `sort_chunks_by_index`.
+      x_recv: [R, D]; rows past the received ones do not move. Dtypes as for `sort_chunks_by_index`.
       all_shards_tokens_per_expert: int16, int32 or int64 [P, E], the number of rows of every rank for every expert.
       shard_id: this rank, an integer or an integer array [].
       num_expert_shards: P; E % P == 0.
@@ -134,7 +134,7 @@ def local_permute_after_a2a(
     Returns:
       (x [R, D] by (local expert, source rank); local group sizes int32[E/P]; state for `local_unpermute_before_a2a`).
 
-    Gradient: for x_recv; the cotangent of a row is gathered from the row's new place.
+    Gradient: for x_recv; the cotangent of a row is gathered from the row's new position.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
@@ -166,7 +166,7 @@ def local_unpermute_before_a2a(expert_outputs: Any, state: ChunkOrder) -> jax.Ar
     Returns:
       [R, D], rows by (source rank, local expert).
 
-    Gradient: the cotangent of a row is gathered from the row's new place.
+    Gradient: for expert_outputs; the cotangent of a row is gathered from the row's new position.
 
     Raises:
       TypeError: an argument has the wrong type or dtype.
@@ -181,4 +181,4 @@ def local_unpermute_before_a2a(expert_outputs: Any, state: ChunkOrder) -> jax.Ar
     if not isinstance(state, ChunkOrder):
         raise TypeError(f"state: got {check.describe(state)}, expected the state of local_permute_after_a2a")
     rows = {"expert_outputs": expert_outputs}
-    return sort_by_index("local_unpermute_before_a2a", rows, *state, of="state.")[0]
+    return sort_by_index("local_unpermute_before_a2a", rows, *state, prefix="state.")[0]

@@ -10,11 +10,11 @@ from anabranch.jax.binding.derivatives import reverse_mode
 from anabranch.jax.binding.sharding import check_whole, vary_alike
 from anabranch.jax.ops.experts import (
     GroupedGemm,
-    alike,
     grouped_gemm,
     grouped_matmul_rule,
     grouped_rows,
     grouped_weight_gradient,
+    in_one_dtype,
 )
 from anabranch.jax.ops.ffn import SlotGemm
 from anabranch.jax.ops.ragged_dot import operands_precision, refuse_argument, result_dtype
@@ -33,9 +33,9 @@ def _biased_gemm(
 ) -> jax.Array:
     rows = jnp.arange(x.shape[0], dtype=jnp.int32)  # every row is its own token
     sum_dtype = config.dtype if bias.dtype == config.dtype else jnp.float32
-    x, kernel, precision = alike(sum_dtype, config.precision, x, kernel)
-    product = SlotGemm(x, kernel, group_sizes, rows, precision, bias, transpose_w=config.transpose)
-    return product.sum(rows[:, None], None, config.dtype)
+    x, kernel, precision = in_one_dtype(sum_dtype, config.precision, x, kernel)
+    gemm = SlotGemm(x, kernel, group_sizes, rows, precision, bias, transpose_w=config.transpose)
+    return gemm.sum(rows[:, None], None, config.dtype)
 
 
 def _biased_gemm_forward(config: _Config, *operands: jax.Array) -> tuple[jax.Array, Any]:

@@ -60,7 +60,8 @@ class MoEBlock(nn.Module):
       use_pre_softmax: weights are the softmax over all experts, not over the selected ones; other scores ignore it.
       num_groups, group_topk: group-limited routing; None, 0 or -1: none.
       scaling_factor: multiplies the weights.
-      use_expert_routing_bias: a selection bias [E]; not with softmax. `use_expert_bias` is its earlier name.
+      use_expert_routing_bias: whether the block has a selection bias [E], which softmax does not allow.
+        `use_expert_bias` is its earlier name.
       aux_loss_coeff: coefficient of the load-balance loss; 0: none.
       gate_kernel_axes, wi_kernel_axes, wo_kernel_axes: logical axes of the kernels; () leaves one unannotated. Those of
         `wi` name [E, D, F].
@@ -88,6 +89,9 @@ class MoEBlock(nn.Module):
 
     Raises:
       TypeError, ValueError: from the constructor, if an attribute is wrong; the message names it.
+
+    Gradients: for the inputs and all parameters, as in `moe` and `shared_expert`; none for the expert bias.
+    Source: TransformerEngine (interface); `moe`.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -177,11 +181,11 @@ class MoEBlock(nn.Module):
                 f"data_parallelism_axes: got {check.shown(axes)}, expected () or the data_axes of parallel, "
                 f"{tuple(parallel_axes)}, which spreads the block over a mesh"
             )
-        elsewhere = {
+        unsupported = {
             "recv_capacity_per_rank": "Parallel(capacity_factor=...) bounds buffers",
             "quantization_recipe": "the block computes in its dtype",
         }
-        for name, reason in elsewhere.items():
+        for name, reason in unsupported.items():
             value = getattr(self, name)
             if value is not None:
                 raise ValueError(f"{name}: got {check.describe(value)}, expected None; {reason}")
@@ -294,9 +298,13 @@ class MoEBlock(nn.Module):
         Returns:
           (output [..., D], aux_loss). aux_loss is a float32 scalar to add to the loss, the sum of the load-balance loss
           and the z-loss, or None if neither has a coefficient.
-          Sown into the collection `intermediates`: `tokens_per_expert` int32 [E], `dropped` int32, `dropped_by_source`
-          int32 [S], `aux_loss` and `z_loss` float32, each on its own, and `experts` int32 [..., K]. Sown into the
-          collection `router_logits` if it is mutable: `logits`, float32 [..., E], which are computed for it.
+          The block sows `tokens_per_expert` int32 [E], `dropped` int32, `dropped_by_source` int32 [S], `aux_loss` and
+          `z_loss` float32, and `experts` int32 [..., K] into the collection `intermediates`. If the collection
+          `router_logits` is mutable, the block computes `logits`, float32 [..., E], and sows them into it.
+
+        Raises:
+          TypeError: an argument or a parameter has the wrong type or dtype.
+          ValueError: a shape does not fit, or an argument contradicts the block's attributes.
         """
         inputs = check.array("inputs", inputs, check.FLOATS, (..., "D")).astype(self.dtype)
         E, D, F = self.num_experts, inputs.shape[-1], self.intermediate_size

@@ -1,7 +1,7 @@
 """TransformerEngine's token dispatch and combine.
 
-A routing map [T, E] says which experts a token goes to, any number of them. Sizes: T tokens, E experts, D width,
-R rows. Leading dimensions of tokens are flattened: results are [R, D] and [T, D].
+A routing map [T, E] marks the experts of each token, any number of them. Sizes: T tokens, E experts, D width, R rows.
+Leading dimensions of tokens are flattened: results are [R, D] and [T, D].
 
 With tokens in S shards, each shard dispatches its own tokens to R / S rows, and combines these rows; the rows of the
 shards are concatenated.
@@ -22,7 +22,7 @@ from anabranch.jax.binding.sharding import TokenCall, check_alike, token_shard_a
 from anabranch.jax.ops.dispatch import CombineGradients, gather_sum, gather_sum_backward, spread
 from anabranch.rows import check_num_rows, check_num_slots
 
-# Without uint8, the dtype of a bit map.
+# uint8 is excluded, because it is the dtype of a bitmap.
 _MAP_DTYPES = ("bool", "int8", *check.INDICES)
 
 
@@ -102,16 +102,16 @@ def _this_shard(name: str, tokens: jax.Array) -> _Shard:
     return _Shard(jax.lax.axis_index(axes), jax.lax.psum(1, axes)) if axes else _Shard(0, 1)
 
 
-def _places(row_id_map: jax.Array, pad_offsets: jax.Array | None) -> jax.Array:
-    """The rows of the map with padding, [T, E]."""
+def _padded_rows(row_id_map: jax.Array, pad_offsets: jax.Array | None) -> jax.Array:
+    """The map's rows, [T, E], numbered with padding."""
     E = row_id_map.shape[1] // 2
     rows, experts = row_id_map[:, :E], row_id_map[:, E : 2 * E]
     return rows if pad_offsets is None else rows + take(pad_offsets, experts)
 
 
-def _with_places(row_id_map: jax.Array, places: jax.Array) -> jax.Array:
-    """Replaces the rows of the map."""
-    return row_id_map.at[:, : places.shape[1]].set(places)
+def _with_rows(row_id_map: jax.Array, rows: jax.Array) -> jax.Array:
+    """Replaces the map's rows."""
+    return row_id_map.at[:, : rows.shape[1]].set(rows)
 
 
 _WHOLE = "{name}: got {{got}}, expected whole pad_offsets"
@@ -141,7 +141,7 @@ def token_dispatch_forward(
 
 
 def _has(options: _DispatchOptions, name: str) -> bool:
-    """Whether the options give a result of that name."""
+    """Whether the results include that field."""
     absent = {"permuted_probs": options.probs_dtype is None, "pad_offsets": options.align_size is None}
     return not absent.get(name, False)
 
@@ -151,23 +151,23 @@ def _dispatch_shard(
 ) -> tuple[jax.Array, ...]:
     """The results of a shard, with rows numbered as in the whole result, padding included."""
     shard = _this_shard("inp", inp)
-    rows, left = divmod(options.num_rows, shard.shards)
-    if left:
+    rows, remainder = divmod(options.num_rows, shard.shards)
+    if remainder:
         raise ValueError(
-            f"num_out_tokens: got one that makes {options.num_rows} rows, expected a multiple of the {shard.shards} "
-            "shards of the tokens"
+            f"num_out_tokens: got a number that requires {options.num_rows} rows, expected a multiple of the "
+            f"{shard.shards} shards of the tokens"
         )
     result = _dispatch_whole(
         inp, routing_map, probs, rows // (options.align_size or 1) * (options.align_size or 1), options.align_size
     )
     if shard.shards > 1:
-        own, behind = _places(result.row_id_map, result.pad_offsets), rows - result.output.shape[0]
-        # A pair without a row here must not get a row of the next shard.
-        places = jnp.where(own < result.output.shape[0], shard.index * rows + own, options.num_rows)
+        own, tail = _padded_rows(result.row_id_map, result.pad_offsets), rows - result.output.shape[0]
+        # A pair without a row on this shard must not get a row of the next shard.
+        global_rows = jnp.where(own < result.output.shape[0], shard.index * rows + own, options.num_rows)
         result = TokenDispatch(
-            output=jnp.pad(result.output, ((0, behind), (0, 0))),
-            permuted_probs=None if result.permuted_probs is None else jnp.pad(result.permuted_probs, (0, behind)),
-            row_id_map=_with_places(result.row_id_map, places),
+            output=jnp.pad(result.output, ((0, tail), (0, 0))),
+            permuted_probs=None if result.permuted_probs is None else jnp.pad(result.permuted_probs, (0, tail)),
+            row_id_map=_with_rows(result.row_id_map, global_rows),
             pad_offsets=None if result.pad_offsets is None else jnp.zeros_like(result.pad_offsets),
             tokens_per_expert=result.tokens_per_expert,
         )
@@ -250,7 +250,7 @@ def _own_rows(row_id_map: jax.Array, num_rows: int) -> jax.Array:
     shard = _this_shard("row_id_map", row_id_map)
     if shard.shards == 1:
         return row_id_map
-    return _with_places(row_id_map, _places(row_id_map, None) - shard.index * num_rows)
+    return _with_rows(row_id_map, _padded_rows(row_id_map, None) - shard.index * num_rows)
 
 
 @reverse_mode("token_dispatch", nondiff_argnums=(0,))
@@ -321,7 +321,8 @@ def token_dispatch(
         padded = (num_rows + E * (a - 1)) // a * a
         if padded >= check.INDEX_LIMIT:
             raise ValueError(
-                f"align_size: got {a}, which makes {padded} rows of num_out_tokens {num_rows}, expected fewer than 2^31"
+                f"align_size: got {a}, which requires {padded} rows for num_out_tokens {num_rows}, expected fewer than "
+                "2^31"
             )
         num_rows = padded
     probs = _check_probs("probs", probs, T, E)
@@ -362,16 +363,16 @@ def _combine_shard(
     merging_probs: jax.Array | None,
     pad_offsets: jax.Array | None,
 ) -> tuple[jax.Array]:
-    """Combines on a shard, of num_rows rows in all; a token with rows on another shard is NaN."""
+    """Combines the rows of a shard; num_rows: those of all shards. A token with rows on another shard is NaN."""
     own = _own_rows(row_id_map, inp.shape[0])
     row_of_slot, _ = _expand(own, pad_offsets, inp.shape[0])
     out = gather_sum(inp, row_of_slot, merging_probs, inp.dtype)
     if inp.shape[0] < num_rows:
-        places = _places(row_id_map, pad_offsets)
-        there = jnp.arange(places.shape[1]) < row_id_map[:, -1:]
-        somewhere = (places >= 0) & (places < num_rows) & there
-        foreign = jnp.sum(somewhere, axis=1) > jnp.sum(row_of_slot >= 0, axis=1)
-        out = jnp.where(foreign[:, None], jnp.nan, out)
+        global_rows = _padded_rows(row_id_map, pad_offsets)
+        listed = jnp.arange(global_rows.shape[1]) < row_id_map[:, -1:]
+        on_any_shard = (global_rows >= 0) & (global_rows < num_rows) & listed
+        has_foreign_rows = jnp.sum(on_any_shard, axis=1) > jnp.sum(row_of_slot >= 0, axis=1)
+        out = jnp.where(has_foreign_rows[:, None], jnp.nan, out)
     return (out,)
 
 
@@ -519,8 +520,8 @@ def routing_map_to_selected_experts(sparse_probs: Any, routing_map: Any, topk: i
       topk: K <= E, the number of experts per token.
 
     Returns:
-      (experts int32[..., K], ascending; probs [..., K], dtype of sparse_probs). A token with fewer experts has expert
-      -1 and probability 0 in the remaining places, one with more its K lowest experts.
+      (experts int32[..., K], ascending; probs [..., K], dtype of sparse_probs). A token with fewer than K experts has
+      expert -1 and probability 0 in the remaining columns; a token with more has its K lowest experts.
 
     Gradient: for sparse_probs, at the selected experts; 0 elsewhere.
 

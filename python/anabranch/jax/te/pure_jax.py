@@ -71,7 +71,7 @@ def pure_jax_token_dispatch(
         raise ValueError(f"selected_experts: got {experts.shape[0]} tokens, expected {T}, those of inputs")
     num_rows = T * K + E * max(a - 1, 0)
     if num_rows >= check.INDEX_LIMIT:
-        raise ValueError(f"align_size: got {a}, which makes {num_rows} rows, expected fewer than 2^31")
+        raise ValueError(f"align_size: got {a}, which requires {num_rows} rows, expected fewer than 2^31")
     if roll_to_expert_id is not None:
         first = roll_to_expert_id
         if isinstance(first, int):
@@ -81,8 +81,7 @@ def pure_jax_token_dispatch(
         experts = jnp.where((experts >= 0) & (experts < E), (experts - first) % E, -1)
     routed = plan(experts, E, align_size=a, num_rows=num_rows // max(a, 1) * max(a, 1))
     rows = dispatch(inputs.reshape(T, inputs.shape[-1]), routed)
-    behind = num_rows - rows.shape[0]
-    rows = jnp.pad(rows, ((0, behind), (0, 0)))
+    rows = jnp.pad(rows, ((0, num_rows - rows.shape[0]), (0, 0)))
     return rows, PureJaxPermState(routed), routed.group_sizes
 
 

@@ -2,8 +2,8 @@
 
 To move code from `transformer_engine.jax.router`, change the import. Differences: every score function works in every
 layout, `topk_indices_dtype` returns indices instead of a map, leading axes are preserved, and an option without effect
-is an error. Exceptions to the last are options beside `compute_aux_scores`, `use_pre_softmax` with scores other than
-softmax, and the values that mean "not used".
+is an error. Three kinds of options are ignored instead: those that `compute_aux_scores` does not use,
+`use_pre_softmax` with scores other than softmax, and values that mean "not used".
 """
 
 import dataclasses

@@ -10,6 +10,7 @@ from torch._functorch.utils import unwrap_dead_wrappers
 from torch.autograd import forward_ad
 
 from anabranch.torch.binding.derivatives import once_differentiable, without_forward_mode
+from anabranch.torch.binding.native import python_errors
 
 
 class Function(torch.autograd.Function):
@@ -44,7 +45,13 @@ class Function(torch.autograd.Function):
         if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
             with without_forward_mode(cls.__name__.lstrip("_")):
                 return cls.apply(*arguments)
-        return super(torch.autograd.Function, cls).apply(*unwrap_dead_wrappers(arguments))  # type: ignore[misc]
+        return cls.call_eager(*unwrap_dead_wrappers(arguments))
+
+    @classmethod
+    def call_eager(cls, *arguments: Any) -> Any:
+        """Like `call`, in the plain eager case (see `is_plain_eager`)."""
+        with python_errors():
+            return super(torch.autograd.Function, cls).apply(*arguments)  # type: ignore[misc]
 
     @classmethod
     def vmap(cls, info: Any, in_dims: Any, *arguments: Any) -> Any:

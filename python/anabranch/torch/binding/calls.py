@@ -1,33 +1,35 @@
 """Calls of the two C libraries on torch's tensors through ctypes: nothing is built against torch.
 
-An `Operation` knows the argument struct of its C function (`_structs`). `PreparedCalls` holds everything but addresses
-that one of torch's operations needs for its C calls: structs, shapes, allocations, the size of the workspace. It is
-made once per options, dtypes and shapes.
+An `Operation` knows the argument struct of its C function (`_structs`). `PreparedCalls` holds what one of torch's
+operations needs for its C calls, made once per options, dtypes and ranks.
 """
 
 import array
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from anabranch import _library, _structs
-from anabranch.checks import INDEX_LIMIT
+from anabranch.torch.binding.described import Described, Size, Sizes, check_int32
 
 _DTYPES = {getattr(torch, name): number for name, number in _library.DTYPES.items()}
 #: Alignment in bytes of tensors that share working memory, that of CUDA's allocations.
 _ALIGNMENT = 512
+#: The alignment in bytes of arguments below which the libraries may choose other kernels.
+_ALIGNMENT_OF_PATHS = 16
+_CELLS = {4: ctypes.c_int32, 8: ctypes.c_int64}
 
-
-_ERRORS = {1: ValueError, 2: NotImplementedError, 3: MemoryError}
-_Shape = tuple[int, ...]
+#: Exceptions by the code of a status.
+ERRORS = {1: ValueError, 2: NotImplementedError, 3: MemoryError}
+_Shape = tuple[Any, ...]
 
 
 def _check(status: _library.Status) -> None:
     if status.code != 0:
-        raise _ERRORS.get(status.code, RuntimeError)(status.message.decode())
+        raise ERRORS.get(status.code, RuntimeError)(status.message.decode())
 
 
 def _strides(shape: _Shape, order: _Shape) -> tuple[_Shape, _Shape]:
@@ -39,10 +41,10 @@ def _strides(shape: _Shape, order: _Shape) -> tuple[_Shape, _Shape]:
 
 
 class Call(NamedTuple):
-    """One call of a C function, described by meta tensors; see `Operation.__call__`."""
+    """One call of a C function; see `Operation.__call__`."""
 
     operation: "Operation"
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, Described]
     orders: Mapping[str, _Shape]
     options: Mapping[str, Any]
 
@@ -59,64 +61,125 @@ class Operation:
         self.struct = _structs.ARGS[name]
 
     def __call__(
-        self, tensors: Mapping[str, Tensor | None], orders: Mapping[str, _Shape] | None = None, **options: Any
+        self, tensors: Mapping[str, Described | None], orders: Mapping[str, _Shape] | None = None, **options: Any
     ) -> Call:
         """Describes a call, for `PreparedCalls`.
 
         Args:
-          tensors: contiguous inputs and outputs by field; None: not given or not requested.
+          tensors: inputs and outputs by field; None: not given or not requested.
           orders: by field, for tensors whose axes have another order than those of the C function: the tensor's axis
             for each axis of the function.
           options: by field; missing options are 0.
         """
         for field, value in options.items():
-            if isinstance(value, int) and not -INDEX_LIMIT <= value < INDEX_LIMIT:  # ctypes would wrap around
-                raise ValueError(f"{field}: got {value}, expected an integer that int32 holds")
+            if isinstance(value, int | Size):  # ctypes would wrap around
+                check_int32(field, value)
         return Call(self, {name: t for name, t in tensors.items() if t is not None}, orders or {}, options)
 
 
 class PreparedCalls:
-    """The C calls of one of torch's operations for given options, dtypes and shapes on one device.
+    """The C calls of one of torch's operations for given options, dtypes and ranks on one device.
+
+    Addresses are written in each call; sizes, and the numbers computed from them, when they differ from the last ones.
 
     Args:
-      given: meta tensors in the place of the operation's tensor arguments, without those that are not given.
-      results: meta tensors in the place of its results.
-      calls: the C calls in order. They may name further meta tensors: working memory, which is one allocation together
-        with the workspace that the calls share.
+      given: descriptions of the operation's tensor arguments, without those that are not given.
+      results: descriptions of its results.
+      calls: the C calls in order. They may name further tensors: working memory, which is one allocation together with
+        the workspace that the calls share.
+      sizes: records the numbers. Its inputs are the sizes of the arguments.
       device: the device that the calls run on.
       threads: number of CPU threads; 0 on a GPU.
     """
 
     def __init__(
         self,
-        given: Sequence[Tensor],
-        results: Sequence[Tensor],
+        given: Sequence[Described],
+        results: Sequence[Described],
         calls: Sequence[Call],
+        sizes: Sizes,
         device: torch.device,
         threads: int,
     ):
-        self.device, self.on_cuda, self.calls = device, threads == 0, calls
-        self.results = [(tuple(tensor.shape), tensor.dtype) for tensor in results]
-        self.working_size = self.memory_size = 0
-        #: (index of a memory, offset in bytes) of each tensor of the calls, in order.
+        self.device, self.on_cuda, self.sizes = device, threads == 0, sizes
+        #: (shape, dtype) of each result; sizes are indices of numbers, here and below.
+        self.results = [(tuple(map(sizes.index, tensor.shape)), tensor.dtype) for tensor in results]
+        #: (index of a memory, offset in bytes) of each tensor of the calls, in order. Memories are the arguments, the
+        #: results, and the working memory.
         self.places: list[tuple[int, int]] = []
-        # Each of these meta tensors has a storage of its own, even where an operation gets one tensor twice.
-        memories = {t.untyped_storage()._cdata: (i, 0) for i, t in enumerate([*given, *results])}
+        #: Numbers in the structs: (address, number of bytes, index of the number).
+        self.cells: list[tuple[int, int, int]] = []
+        self.execution = _structs.Exec(size=ctypes.sizeof(_structs.Exec), num_threads=threads)
+        #: For each call: the function, the function that returns its workspace's size or None, and the struct.
+        self.functions: list[tuple[Any, Any, Any]] = []
+        self._held: list[Any] = []  # memory that the structs point to
+        # Each description has a memory of its own, even where an operation gets one tensor twice.
+        memories: dict[int, tuple[int, Any]] = {id(t.memory): (i, 0) for i, t in enumerate([*given, *results])}
+        working_size: Any = 0
         for call in calls:
             for tensor in call.tensors.values():
-                assert tensor.is_contiguous() and tensor.storage_offset() == 0
-                storage = tensor.untyped_storage()
-                if storage._cdata not in memories:
-                    memories[storage._cdata] = len(given) + len(results), self.working_size
-                    self.working_size += -(-storage.nbytes() // _ALIGNMENT) * _ALIGNMENT
-                self.places.append(memories[storage._cdata])
+                if id(tensor.memory) not in memories:
+                    memories[id(tensor.memory)] = len(given) + len(results), working_size
+                    self._held.append(tensor.memory)  # its id stays its own
+                    working_size = working_size + -(-tensor.num_bytes() // _ALIGNMENT) * _ALIGNMENT
+                memory, start = memories[id(tensor.memory)]
+                self.places.append((memory, sizes.index(start + tensor.offset)))
+        self.working_size = sizes.index(working_size)
         structs = bytearray(len(self.places) * ctypes.sizeof(_structs.Tensor))
         self.tensors = (_structs.Tensor * len(self.places)).from_buffer(structs)
         #: The field `data` of each of `tensors`.
         self.addresses = memoryview(structs).cast("Q")[:: ctypes.sizeof(_structs.Tensor) // 8]
-        self.execution = _structs.Exec(size=ctypes.sizeof(_structs.Exec), num_threads=threads)
-        self.functions: list[tuple[Any, Any]] = []
-        self.strides: list[Any] = []  # which the structs point to
+        views = iter(self.tensors)
+        library, prefix = (_library.load_cuda(), "ab_cuda_") if self.on_cuda else (_library.load(), "ab_")
+        for call in calls:
+            self._describe_call(call, library, prefix + call.operation.name, views)
+        self._inputs: Any = None
+        self._misaligned = False
+
+    def _describe_call(self, call: Call, library: Any, name: str, views: Iterator[_structs.Tensor]) -> None:
+        struct = call.operation.struct
+        args = struct(size=ctypes.sizeof(struct))
+        for field, value in call.options.items():
+            if isinstance(value, Size):
+                place = getattr(struct, field)
+                self.cells.append((ctypes.addressof(args) + place.offset, place.size, value.index))
+            else:
+                setattr(args, field, value)
+        for field, tensor in call.tensors.items():
+            view = next(views)
+            shape, order = tensor.shape, call.orders.get(field)
+            if order is not None:
+                shape, strides = _strides(shape, order)
+                held = (ctypes.c_int64 * len(strides))()
+                view.strides = ctypes.addressof(held)
+                self._held.append(held)
+                self._describe_sizes(ctypes.addressof(held), strides)
+            view.dtype, view.rank = _DTYPES[tensor.dtype], len(shape)
+            self._describe_sizes(ctypes.addressof(view) + _structs.Tensor.shape.offset, shape)
+            setattr(args, field, ctypes.pointer(view))
+        function, query = getattr(library, name), getattr(library, f"{name}_workspace", None)
+        for entry in (function, query):
+            if entry is not None:
+                entry.restype = _library.Status
+        self.functions.append((function, query, args))
+
+    def _describe_sizes(self, address: int, numbers: Sequence[Any]) -> None:
+        self.cells += [(address + 8 * i, 8, self.sizes.index(number)) for i, number in enumerate(numbers)]
+
+    def fit(self, inputs: Sequence[Any]) -> bool:
+        """Prepares for sizes (shapes and integers); False if these calls do not hold for them."""
+        if inputs == self._inputs:
+            return True
+        values = self.sizes.evaluate(flat_sizes(inputs))
+        if values is None:
+            return False
+        for address, num_bytes, index in self.cells:
+            _CELLS[num_bytes].from_address(address).value = values[index]
+        self._shapes = [(tuple(values[i] for i in shape), dtype) for shape, dtype in self.results]
+        self._offsets = [(memory, values[offset]) for memory, offset in self.places]
+        self._memory_size = self._working_size = values[self.working_size]
+        self._inputs, self._has_workspace = inputs, False
+        return True
 
     def run(self, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
         """Runs the calls on contiguous tensors, on the current stream of their device; returns the results.
@@ -130,64 +193,51 @@ class PreparedCalls:
             return self._run(given)
 
     def _run(self, given: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        device = self.device
-        results = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self.results]
-        addresses = [tensor.data_ptr() for tensor in given]
-        addresses += [tensor.data_ptr() for tensor in results]
-        if not self.functions:
-            self._prepare(addresses)
+        device, execution = self.device, self.execution
+        results = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._shapes]
+        memories = [tensor.data_ptr() for tensor in given]
+        misaligned = any(address % _ALIGNMENT_OF_PATHS for address in memories)
+        memories += [tensor.data_ptr() for tensor in results]
+        if not self._has_workspace or misaligned != self._misaligned:
+            self._query_workspace(memories, misaligned)
         working = 0
-        if self.memory_size > 0:
-            memory = torch.empty(self.memory_size, dtype=torch.uint8, device=device)
+        if self._memory_size > 0:
+            memory = torch.empty(self._memory_size, dtype=torch.uint8, device=device)
             working = memory.data_ptr()
-        self._write(addresses, working)
-        execution = self.execution
-        execution.workspace = working + self.working_size
+        self._write([*memories, working])
+        execution.workspace = working + self._working_size
         if self.on_cuda:
             execution.stream = torch._C._cuda_getCurrentRawStream(device.index)
-        for function, arguments in self.functions:
-            _check(function(*arguments))
+        for function, _, args in self.functions:
+            _check(function(ctypes.byref(args), ctypes.byref(execution)))
         return tuple(results)
 
-    def _write(self, addresses: list[int], working: int) -> None:
+    def _write(self, memories: list[int]) -> None:
         """Writes the addresses of the tensors into the structs."""
-        memories = [*addresses, working]
-        self.addresses[:] = array.array("Q", [memories[memory] + offset for memory, offset in self.places])
+        self.addresses[:] = array.array("Q", [memories[memory] + offset for memory, offset in self._offsets])
 
-    def _prepare(self, addresses: list[int]) -> None:
-        """Makes the structs and queries the size of the workspace."""
-        library, prefix = (_library.load_cuda(), "ab_cuda_") if self.on_cuda else (_library.load(), "ab_")
-        working = torch.empty(self.working_size, dtype=torch.uint8, device=self.device)
-        self._write(addresses, working.data_ptr())
-        described, functions, workspace_size = iter(self.tensors), [], 0
-        for call in self.calls:
-            args = call.operation.struct(size=ctypes.sizeof(call.operation.struct), **call.options)
-            for field, tensor in call.tensors.items():
-                setattr(args, field, ctypes.pointer(self._describe(next(described), tensor, call.orders.get(field))))
-            name, size = prefix + call.operation.name, ctypes.c_size_t()
-            if hasattr(library, f"{name}_workspace"):
-                query = getattr(library, f"{name}_workspace")
-                query.restype = _library.Status
+    def _query_workspace(self, memories: list[int], misaligned: bool) -> None:
+        """Queries the size of the workspace. It may depend on the kernels that an alignment allows."""
+        self._write([*memories, _ALIGNMENT])  # the address of memory that is not there yet; queries do not read it
+        largest, size = 0, ctypes.c_size_t()
+        for _, query, args in self.functions:
+            if query is not None:
                 _check(query(ctypes.byref(args), ctypes.byref(self.execution), ctypes.byref(size)))
-            workspace_size = max(workspace_size, size.value)
-            function = getattr(library, name)
-            function.restype = _library.Status
-            functions.append((function, (ctypes.byref(args), ctypes.byref(self.execution))))
-        self.execution.workspace_size = workspace_size
-        self.memory_size = self.working_size + workspace_size
-        self.functions, self.calls = functions, ()  # the descriptions are no longer needed
+                largest = max(largest, size.value)
+        self.execution.workspace_size = largest
+        self._memory_size = self._working_size + largest
+        self._misaligned, self._has_workspace = misaligned, True
 
-    def _describe(self, view: _structs.Tensor, tensor: Tensor, order: _Shape | None) -> _structs.Tensor:
-        """Fills in a struct but for the address."""
-        shape = tuple(tensor.shape)
-        if order is not None:
-            shape, strides = _strides(shape, order)
-            held = (ctypes.c_int64 * len(strides))(*strides)
-            view.strides = ctypes.addressof(held)
-            self.strides.append(held)
-        view.dtype, view.rank = _DTYPES[tensor.dtype], tensor.dim()
-        view.shape[: len(shape)] = shape
-        return view
+
+def flat_sizes(inputs: Sequence[Any]) -> list[int]:
+    """The numbers in a list of shapes and integers, in order."""
+    numbers: list[int] = []
+    for item in inputs:
+        if isinstance(item, int):
+            numbers.append(item)
+        else:
+            numbers += item
+    return numbers
 
 
 router_forward = Operation("router_forward")

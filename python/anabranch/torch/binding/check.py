@@ -3,15 +3,17 @@
 They read shapes, dtypes and devices, never values, so the host does not wait for the device.
 """
 
+import collections
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.symbolic_shapes import guard_or_false
 
 from anabranch.checks import INDEX_LIMIT, boolean, choice, describe, integer, number
 from anabranch.rows import check_num_rows
+from anabranch.torch.binding.described import Size
 
 __all__ = (
     "BOOL",
@@ -108,7 +110,12 @@ def num_rows(name: str, value: Any, align_size: int = 1) -> int:
 
 def exceeds_int32(number: Any) -> bool:
     """Whether a number exceeds int32. In a traced program, False for a size that depends on data."""
-    return bool(guard_or_false(number >= INDEX_LIMIT))
+    exceeds = number >= INDEX_LIMIT
+    if isinstance(exceeds, bool):
+        return exceeds
+    from torch.fx.experimental.symbolic_shapes import guard_or_false  # it imports sympy, which takes long
+
+    return bool(guard_or_false(exceeds))
 
 
 #: Torch 2.11 cannot compile sym_min inside `torch.device(...)`. Strict export with an align_size limits T there.
@@ -117,6 +124,10 @@ _SYM_MIN_IS_TRACED = torch.torch_version.TorchVersion(torch.__version__) >= "2.1
 
 def smaller(first: Any, second: Any) -> Any:
     """The smaller of two sizes, as an expression in a traced program: a comparison would limit a dynamic size."""
+    if isinstance(first, Size):
+        return first.smaller(second)
+    if isinstance(second, Size):
+        return second.smaller(first)
     if torch.compiler.is_dynamo_compiling() and not _SYM_MIN_IS_TRACED:
         return min(first, second)
     return torch.sym_min(first, second)
@@ -163,40 +174,71 @@ def same_device(name: str, first: Tensor, **others: Tensor | None) -> None:
             raise ValueError(f"{other}: got a tensor on {value.device}, expected {first.device}, where {name} is")
 
 
+#: Numbers of tokens below this one share the result of a check; larger ones may exceed limits such as that of int32.
+_FEW_TOKENS = 2**16
+
+
 class CheckCache:
     """Results of argument checks, by types, dtypes, shapes and options. Equal arguments are not checked again.
 
+    The number of tokens does not count, as long as all arguments agree on it.
+
     Args:
-      max_entries: size of the cache. The cache is cleared when it is full.
+      max_entries: size of the cache. The entry that was used least recently is removed when it is full.
     """
 
     def __init__(self, max_entries: int = 256):
         self.max_entries = max_entries
-        self.results: dict[Any, Any] = {}
+        self.results: collections.OrderedDict[Any, Any] = collections.OrderedDict()
+        self.lock = threading.Lock()
 
     def check(
-        self, tensors: Iterable[Any], options: Iterable[Any], check: Callable[[], Any], described: Any = None
+        self,
+        per_token: Iterable[Any],
+        tensors: Iterable[Any],
+        options: Iterable[Any],
+        check: Callable[[], Any],
+        described: Any = None,
     ) -> Any:
         """Returns the cached result for these arguments, or calls `check`.
 
         Args:
+          per_token: tensors or None, whose leading dimensions are those of the first, [..., D].
           tensors: tensors or None. `check` may depend on type, dtype, shape, layout and device, not on values.
           options: everything else that `check` depends on.
-          check: runs the checks. Its result must not hold a tensor.
-          described: an object whose attributes are further options.
+          check: runs the checks. Its result must not hold a tensor, nor depend on the leading dimensions.
+          described: further options, an `ExpertsOptions`.
         """
         if torch.compiler.is_compiling():
             return check()
-        options = tuple(options) if described is None else (*options, *vars(described).values())
         try:
-            descriptions = [t if t is None else (type(t), t.dtype, t.shape, t.layout, t.device) for t in tensors]
-            key = (*descriptions, *options, *map(type, options))  # 2.0 and True are distinct from 2
-            result = self.results.get(key)
-        except (TypeError, AttributeError, RuntimeError):  # not a tensor or not hashable: `check` raises the error
+            first, *others = per_token
+            leading = first.shape[:-1]
+            rank = len(leading)
+            key = (
+                rank if leading.numel() < _FEW_TOKENS else leading,
+                (type(first), first.dtype, first.shape[-1], first.layout, first.device),
+                *[
+                    t
+                    if t is None
+                    else (type(t), t.dtype, t.shape[:rank] == leading or t.shape, t.shape[rank:], t.layout, t.device)
+                    for t in others
+                ],
+                *[t if t is None else (type(t), t.dtype, t.shape, t.layout, t.device) for t in tensors],
+                *options,
+                *map(type, options),  # 2.0 and True are distinct from 2
+                described and described.key(),
+            )
+            hash(key)
+        except (TypeError, AttributeError, RuntimeError, IndexError):  # not a tensor: `check` raises the error
             return check()
-        if result is None:
-            result = check()
-            if len(self.results) >= self.max_entries:
-                self.results.clear()
+        with self.lock:
+            if (result := self.results.get(key)) is not None:
+                self.results.move_to_end(key)
+                return result
+        result = check()
+        with self.lock:
             self.results[key] = result
+            if len(self.results) > self.max_entries:
+                self.results.popitem(last=False)
         return result

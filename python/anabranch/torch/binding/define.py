@@ -5,18 +5,22 @@ torch.compile traces the allocation only. torch.vmap loops over the batch. Autog
 operations themselves have no derivative.
 """
 
-from collections.abc import Callable, Sequence
+import collections
+import threading
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from anabranch.torch.binding import native as _native
 from anabranch.torch.binding.autograd import loop_batch
-from anabranch.torch.binding.calls import Call, PreparedCalls
+from anabranch.torch.binding.calls import Call, PreparedCalls, flat_sizes
 from anabranch.torch.binding.derivatives import reject_derivative
+from anabranch.torch.binding.described import Described, Sizes
 
 _ops = torch.library.Library("anabranch", "DEF")
-#: Upper bound on the prepared calls that are cached; one more empties the cache.
+#: Upper bound on the keys with cached prepared calls; one more removes the key that was used least recently.
 _MOST_PREPARED = 4096
 
 
@@ -27,20 +31,27 @@ class _FreeCalls:
     """
 
     def __init__(self) -> None:
-        self.free: dict[Any, list[PreparedCalls]] = {}
+        self.free: collections.OrderedDict[Any, list[PreparedCalls]] = collections.OrderedDict()
+        self.lock = threading.Lock()
+        self.num_runs = 0
 
-    def take(self, key: Any) -> PreparedCalls | None:
-        """Removes and returns calls for a key; None: there are none."""
-        try:
-            return self.free[key].pop()
-        except (KeyError, IndexError):
-            return None
+    def take(self, key: Any, inputs: Sequence[Any]) -> PreparedCalls | None:
+        """Removes and returns calls for a key and for sizes; None: there are none."""
+        with self.lock:
+            self.num_runs += 1
+            free = self.free.get(key, [])
+            for i in range(len(free) - 1, -1, -1):
+                if free[i].fit(inputs):
+                    return free.pop(i)
+        return None
 
     def give_back(self, key: Any, prepared: PreparedCalls) -> None:
         """Adds calls for the next run with this key."""
-        if len(self.free) >= _MOST_PREPARED and key not in self.free:
-            self.free.clear()
-        self.free.setdefault(key, []).append(prepared)
+        with self.lock:
+            self.free.setdefault(key, []).append(prepared)
+            self.free.move_to_end(key)
+            if len(self.free) > _MOST_PREPARED:
+                self.free.popitem(last=False)
 
 
 _free_calls = _FreeCalls()
@@ -50,21 +61,86 @@ def _prepare(
     allocate: Callable[..., Any],
     calls: Callable[..., Any],
     arguments: Sequence[Any],
+    sizes_at: Collection[int],
     device: torch.device,
     threads: int,
 ) -> PreparedCalls:
-    """Prepares the calls for arguments of these shapes, with meta tensors in their place."""
-    described = [torch.empty(a.shape, dtype=a.dtype, device="meta") if isinstance(a, Tensor) else a for a in arguments]
+    """Prepares the calls for arguments of these dtypes and ranks. sizes_at: indices of integers that are sizes."""
+    inputs = [a.shape for a in arguments if isinstance(a, Tensor)]
+    inputs += [arguments[i] for i in sizes_at]
+    sizes = Sizes(flat_sizes(inputs))
+    numbers = iter([sizes.input(i) for i in range(sizes.num_inputs)])
+    described = [
+        Described([next(numbers) for _ in a.shape], a.dtype) if isinstance(a, Tensor) else a for a in arguments
+    ]
+    for i in sizes_at:
+        described[i] = next(numbers)
     results = allocate(*described)
     c_calls = calls(results, *described)
-    given = [d for d, a in zip(described, arguments, strict=True) if isinstance(a, Tensor)]
-    return PreparedCalls(
-        given,
-        (results,) if isinstance(results, Tensor) else results,
+    prepared = PreparedCalls(
+        [d for d in described if isinstance(d, Described)],
+        (results,) if isinstance(results, Described) else results,
         (c_calls,) if isinstance(c_calls, Call) else c_calls,
+        sizes,
         device,
         threads,
     )
+    assert prepared.fit(inputs)
+    return prepared
+
+
+def _python_run(name: str, schema: Any, allocate: Callable[..., Any], calls: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel of an operation as a Python function."""
+    single = len(schema.returns) == 1
+    kinds = _native.kinds_of(schema)
+    tensors = [i for i, kind in enumerate(kinds) if kind in "Tt"]
+    sizes_at = [i for i, kind in enumerate(kinds) if kind == "n"]
+    options = [i for i, kind in enumerate(kinds) if kind not in "Ttn"]
+
+    def run(*arguments: Any) -> Any:
+        given = [t if t.is_contiguous() else t.contiguous() for i in tensors if (t := arguments[i]) is not None]
+        device = given[0].device
+        threads = 0 if given[0].is_cuda else torch.get_num_threads()
+        key = (
+            name,
+            device,
+            threads,
+            *[tuple(o) if isinstance(o := arguments[i], list) else o for i in options],
+            *[t if (t := arguments[i]) is None else (t.dtype, t.dim()) for i in tensors],
+        )
+        inputs = [t.shape for t in given]
+        inputs += [arguments[i] for i in sizes_at]
+        prepared = _free_calls.take(key, inputs)
+        if prepared is None:
+            prepared = _prepare(allocate, calls, arguments, sizes_at, device, threads)
+        results = prepared.run(given)
+        _free_calls.give_back(key, prepared)
+        return results[0] if single else results
+
+    return run
+
+
+def _native_run(operation: Any) -> Callable[..., Any]:
+    """Calls the native kernel of an operation, below autograd."""
+
+    def run(*arguments: Any) -> Any:
+        with _native.python_errors(), torch._C._AutoDispatchBelowAutograd():
+            return operation(*arguments)
+
+    return run
+
+
+def num_runs() -> int:
+    """How many operations have run, for tests."""
+    return _free_calls.num_runs + (0 if _native.native is None else _native.native.counts()[1])
+
+
+def forget_prepared() -> None:
+    """Removes all prepared calls, for tests."""
+    global _free_calls
+    _free_calls = _FreeCalls()
+    if _native.native is not None:
+        _native.native.forget()
 
 
 def define(schema: str, allocate: Callable[..., Any], calls: Callable[..., Call | Sequence[Call]]) -> Any:
@@ -78,27 +154,11 @@ def define(schema: str, allocate: Callable[..., Any], calls: Callable[..., Call 
     name = schema.split("(")[0]
     _ops.define(schema)
     operation = getattr(torch.ops.anabranch, name).default
-    arity, single = len(operation._schema.arguments), len(operation._schema.returns) == 1
-    tensors = [i for i, a in enumerate(operation._schema.arguments) if str(a.type) in ("Tensor", "Optional[Tensor]")]
-    options = [i for i in range(arity) if i not in tensors]
-
-    def run(*arguments: Any) -> Any:
-        given = [t if t.is_contiguous() else t.contiguous() for i in tensors if (t := arguments[i]) is not None]
-        device = given[0].device
-        threads = 0 if given[0].is_cuda else torch.get_num_threads()
-        key = (
-            name,
-            device,
-            threads,
-            *[tuple(o) if isinstance(o := arguments[i], list) else o for i in options],
-            *[t if (t := arguments[i]) is None else (t.dtype, t.shape) for i in tensors],
-        )
-        prepared = _free_calls.take(key)
-        if prepared is None:
-            prepared = _prepare(allocate, calls, arguments, device, threads)
-        results = prepared.run(given)
-        _free_calls.give_back(key, prepared)
-        return results[0] if single else results
+    native = _native.native
+    if native is not None and native.register(name, operation._schema, allocate, calls):
+        run, keys = _native_run(operation), [key for key in ("CPU", "CUDA") if key not in native.dispatch_keys]
+    else:
+        run, keys = _python_run(name, operation._schema, allocate, calls), ["CPU", "CUDA"]
 
     def fake(*arguments: Any) -> Any:
         # `run` makes its arguments contiguous, so results have the strides of contiguous arguments.
@@ -107,7 +167,7 @@ def define(schema: str, allocate: Callable[..., Any], calls: Callable[..., Call 
     def batched(info: Any, in_dims: Any, *arguments: Any) -> Any:
         return loop_batch(operation, info, in_dims, arguments)
 
-    for key in ("CPU", "CUDA"):
+    for key in keys:
         _ops.impl(name, run, key)
     torch.library.register_fake(f"anabranch::{name}", fake, lib=_ops)
     torch.library.register_vmap(f"anabranch::{name}", batched, lib=_ops)

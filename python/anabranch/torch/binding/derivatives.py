@@ -14,6 +14,8 @@ from torch import Tensor
 from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
+from anabranch.torch.binding.native import python_errors
+
 
 @contextlib.contextmanager
 def without_forward_mode(name: str) -> Iterator[None]:
@@ -125,7 +127,7 @@ def _below_autograd(operation: Any, keys: Any, arguments: Sequence[Any]) -> Any:
     # An autograd function disables gradients, also for outer levels of torch.func, which still need theirs. torch
     # enables them in the same way when it passes from level to level.
     below = torch.enable_grad() if torch._C._are_functorch_transforms_active() else contextlib.nullcontext()
-    with torch._C._AutoDispatchBelowAutograd(), below:
+    with python_errors(), torch._C._AutoDispatchBelowAutograd(), below:
         return operation.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
 
 

@@ -2,135 +2,29 @@
 
 It computes `moe` if there is a router, and `routed_experts` if experts and weights are given. Losses are computed by
 the caller from the sums that it returns.
+
+There are two autograd functions with the same passes. `_FusedLayer` works under torch.compile, torch.func, modes and
+tensor subclasses: every result is an output of the function. `_EagerLayer` is for plain tensors in eager mode. Its
+outputs are only the differentiable results, because each input and output costs host time.
 """
 
-from typing import NamedTuple
+import collections
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from anabranch.options import ExpertsConfig, Network, RouterOptions
 from anabranch.torch.binding.autocast import without_autocast
 from anabranch.torch.binding.autograd import Function
+from anabranch.torch.binding.eager import is_plain_eager, needs_graph
+from anabranch.torch.layer import native_passes
 from anabranch.torch.layer.gate import biased_gate_logits, gate_backward
+from anabranch.torch.layer.operands import LayerConfig, LayerOutput, Leaves, Operands, requested_cotangents
 from anabranch.torch.ops import torch_ops
 from anabranch.torch.ops.experts import cast_weight
-from anabranch.torch.ops.layer_ops import LayerNumbers, layer_numbers
-from anabranch.torch.ops.quantized import QuantizedExperts, as_quantized_experts, backward_operands, forward_operands
-from anabranch.torch.ops.router import Requested, logits_gradient
-
-
-class LayerConfig(NamedTuple):
-    """Static options of the layer."""
-
-    router: RouterOptions | None
-    """None: experts and weights are given."""
-    network: Network
-    num_experts: int
-    align_size: int
-    options: LayerNumbers
-    """All options as arguments of the operations."""
-    requested: Requested
-    """Router results that losses and the backward pass need, besides counts."""
-    aux_loss: bool
-    z_loss: bool
-
-
-def layer_config(
-    router: RouterOptions | None,
-    experts: ExpertsConfig,
-    num_experts: int,
-    align_size: int,
-    aux_loss: bool = False,
-    z_loss: bool = False,
-) -> LayerConfig:
-    """A LayerConfig from checked options."""
-    network = experts.network()
-    requested = Requested(False, aux_loss, z_loss or (router is not None and router.reads_lse))
-    options = layer_numbers(router, network, num_experts, align_size, requested)
-    return LayerConfig(router, network, num_experts, align_size, options, requested, aux_loss, z_loss)
-
-
-def requested_cotangents(
-    config: LayerConfig, d_score_sum: Tensor | None, d_lse: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """The cotangents of score_sum and lse that a loss has. For the others, compiled programs pass zeros."""
-    return d_score_sum if config.aux_loss else None, d_lse if config.z_loss else None
-
-
-class Operands(NamedTuple):
-    """The tensors of the layer, flattened: x is [T, D]. None: not given.
-
-    A router has either a gate or given logits. With given logits x has no gradient; `port` has it.
-    """
-
-    x: Tensor
-    w_in: Tensor
-    w_out: Tensor
-    b_in: Tensor | None
-    b_out: Tensor | None
-    gate: Tensor | None = None
-    gate_bias: Tensor | None = None
-    weights: Tensor | None = None
-    """float32 [T, K]."""
-    expert_bias: Tensor | None = None
-    token_mask: Tensor | None = None
-    forced_experts: Tensor | None = None
-    experts: Tensor | None = None
-    """int32 [T, K]; an index outside [0, E) is no expert."""
-    qb_bin_bounds: Tensor | None = None
-    logits: Tensor | None = None
-    """float32 [T, E]."""
-    port: Tensor | None = None
-    """float32 [T, D], never read. Its gradient is the experts' part of the gradient of x, see `called_gate`."""
-    quantized_w_in: Tensor | None = None
-    """This field and those below are the fields of a QuantizedExperts."""
-    quantized_w_in_transposed: Tensor | None = None
-    quantized_w_in_scales: Tensor | None = None
-    quantized_w_out: Tensor | None = None
-    quantized_w_out_transposed: Tensor | None = None
-    quantized_w_out_scales: Tensor | None = None
-
-    def quantized(self) -> QuantizedExperts | None:
-        """The quantised experts, or None.
-
-        This is a method because Dynamo of torch 2.9 and 2.10 does not follow properties of a NamedTuple.
-        """
-        return as_quantized_experts(self[-len(QuantizedExperts._fields) :])
-
-
-def quantized_fields(quantized: QuantizedExperts | None) -> dict[str, Tensor | None]:
-    """The fields of Operands from a QuantizedExperts."""
-    if not isinstance(quantized, QuantizedExperts):  # None, or a value that the checks reject
-        return {}
-    return {f"quantized_{name}": tensor for name, tensor in quantized._asdict().items()}
-
-
-class LayerOutput(NamedTuple):
-    """The results of the layer, flattened. Without a router, the results of routing have no elements."""
-
-    output: Tensor
-    """[T, D], dtype of x."""
-    tokens_per_expert: Tensor
-    """int32 [E], before dropping."""
-    dropped: Tensor
-    """int32 []."""
-    weights: Tensor
-    """float32 [T, K]."""
-    experts: Tensor
-    """int32 [T, K]."""
-    score_sum: Tensor
-    """float32 [E]; no elements without a load-balancing loss."""
-    lse: Tensor
-    """float32 [T], 0 for a masked token; no elements if neither a loss nor the backward pass reads it."""
-    qb_histogram: Tensor
-    """int32 [E, bins]."""
-    h: Tensor
-    """Saved for backward, as are the next four."""
-    row_of_slot: Tensor
-    slot_of_row: Tensor
-    group_sizes: Tensor
-    logits: Tensor
+from anabranch.torch.ops.quantized import backward_operands, forward_operands
+from anabranch.torch.ops.router import logits_gradient
 
 
 def _as(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -150,6 +44,53 @@ def _forward(config: LayerConfig, operands: Operands) -> tuple[Tensor, ...]:
     return *results, logits if o.logits is None and logits is not None else x.new_empty((0,), dtype=torch.float32)
 
 
+#: The operands that may need a gradient.
+_DIFFERENTIABLE = ("x", "w_in", "w_out", "b_in", "b_out", "gate", "gate_bias", "weights", "logits", "port")
+
+
+class _Saved(NamedTuple):
+    """What the backward pass reads, besides the operands for FP8."""
+
+    x: Tensor
+    w_in: Tensor
+    w_out: Tensor
+    b_in: Tensor | None
+    b_out: Tensor | None
+    gate: Tensor | None
+    gate_bias: Tensor | None
+    token_mask: Tensor | None
+    weights: Tensor
+    experts: Tensor
+    lse: Tensor
+    h: Tensor
+    logits: Tensor
+    row_of_slot: Tensor
+    slot_of_row: Tensor
+    group_sizes: Tensor
+
+
+def _saved(config: LayerConfig, o: Operands, result: LayerOutput) -> tuple[Tensor | None, ...]:
+    """The fields of a _Saved, and the operands for FP8, if they are given."""
+    selection = o if config.router is None else result
+    return (
+        *(o.x, o.w_in, o.w_out, o.b_in, o.b_out, o.gate, o.gate_bias, o.token_mask),
+        *(selection.weights, selection.experts, result.lse),
+        *(result.h, result.logits if o.logits is None else o.logits),
+        *(result.row_of_slot, result.slot_of_row, result.group_sizes),
+        *(() if o.quantized_w_in is None else backward_operands(o.quantized())),
+    )
+
+
+def _split(saved: Sequence[Any]) -> tuple[_Saved, Sequence[Any]]:
+    """The inverse of `_saved`: a _Saved, and the operands for FP8."""
+    number = len(_Saved._fields)
+    return _Saved(*saved[:number]), saved[number:] or (None,) * 4
+
+
+def _differentiable_results(config: LayerConfig) -> tuple[str, ...]:
+    return ("output",) if config.router is None else ("output", "weights", "score_sum", "lse")
+
+
 class _FusedLayer(Function):
     tensors = Operands._fields
 
@@ -162,36 +103,109 @@ class _FusedLayer(Function):
     def setup_context(ctx, inputs, output):
         ctx.config, *tensors = inputs
         o, result = Operands(*tensors), LayerOutput(*output)
-        differentiable = ("output",) if ctx.config.router is None else ("output", "weights", "score_sum", "lse")
+        differentiable = _differentiable_results(ctx.config)
         ctx.mark_non_differentiable(
-            *(o for name, o in zip(LayerOutput._fields, output, strict=True) if name not in differentiable)
+            *(o for name, o in zip(LayerOutput._fields, output, strict=False) if name not in differentiable)
         )
         ctx.set_materialize_grads(False)
         ctx.device = o.x.device
-        selection = o if ctx.config.router is None else result
-        ctx.save_for_backward(
-            *(o.x, o.w_in, o.w_out, o.b_in, o.b_out, o.gate, o.gate_bias, o.token_mask),
-            *(selection.weights, selection.experts, result.lse),
-            *(result.h, result.logits if o.logits is None else o.logits),
-            *(result.row_of_slot, result.slot_of_row, result.group_sizes),
-            *backward_operands(o.quantized()),
-        )
+        ctx.save_for_backward(*_saved(ctx.config, o, result))
 
     @staticmethod
     def backward(ctx, d_output, _counts, _dropped, d_weights, _experts, d_score_sum, d_lse, *_):
+        needs = dict(zip(Operands._fields, ctx.needs_input_grad[1:], strict=True))
         with without_autocast(ctx.device):
-            gradients = _backward(ctx, d_output, d_weights, d_score_sum, d_lse)
+            gradients = _backward(ctx.config, needs, ctx.saved_tensors, d_output, d_weights, d_score_sum, d_lse)
         return None, *(gradients.get(name) for name in Operands._fields)
 
 
-def _backward(ctx, d_output, d_weights, d_score_sum, d_lse):
-    """Gradients by operand name."""
+class _EagerLayer(Function):
+    """See `_FusedLayer`.
+
+    `operands` has all operands, also those without a gradient. `given` has the first of those named _DIFFERENTIABLE;
+    with `leaves` weights and biases are replaced by these. The results are added to the empty list `results`.
+    """
+
+    tensors = _DIFFERENTIABLE
+
+    @staticmethod
+    def forward(ctx, config, operands, results, is_native, leaves, *given):
+        result = _eager_forward(config, operands, is_native)
+        ctx.config, ctx.is_native = config, is_native
+        ctx.leaf_shapes = leaves and (leaves.w_in.shape, leaves.b_in is not None and leaves.b_in.shape)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*_saved(config, operands, result))
+        results.append(result)
+        if config.router is None:
+            return result.output
+        if config.aux_loss or config.z_loss:
+            return result.output, result.weights, result.score_sum, result.lse
+        return result.output, result.weights
+
+    @staticmethod
+    def backward(ctx, d_output, d_weights=None, d_score_sum=None, d_lse=None):
+        names = _DIFFERENTIABLE[: len(ctx.needs_input_grad) - 5]
+        needs = dict(zip(names, ctx.needs_input_grad[5:], strict=True))
+        config, saved, cotangents = ctx.config, ctx.saved_tensors, (d_output, d_weights, d_score_sum, d_lse)
+        device = saved[0].device
+        if ctx.is_native and d_weights is None and (needs["x"] or needs["gate"]) and is_plain_eager(device, cotangents):
+            d_sums = requested_cotangents(config, d_score_sum, d_lse)
+            gradients = native_passes.backward(config, needs, *_split(saved), d_output, d_sums)
+        else:
+            with without_autocast(device):
+                gradients = _backward(config, needs, saved, *cotangents)
+        if ctx.leaf_shapes is not None:
+            _reshape_for_leaves(gradients, *ctx.leaf_shapes)
+        return None, None, None, None, None, *(gradients.get(name) for name in names)
+
+
+def _reshape_for_leaves(gradients, w_in_shape, b_in_shape):
+    """Changes gradients of operands to those of the tensors of which the operands are views."""
+    if gradients["w_in"] is not None:
+        gradients["w_in"] = gradients["w_in"].view(w_in_shape)
+    if gradients["b_in"] is not None:
+        gradients["b_in"] = gradients["b_in"].view(b_in_shape)
+    if gradients.get("gate") is not None:
+        gradients["gate"] = gradients["gate"].T
+
+
+def _eager_forward(config: LayerConfig, operands: Operands, is_native: bool) -> LayerOutput:
+    return LayerOutput(*(native_passes.forward if is_native else _forward)(config, operands))
+
+
+def _eager_layer(config: LayerConfig, operands: Operands, leaves: Leaves | None) -> LayerOutput:
+    """`fused_layer` in the plain eager case."""
+    o, is_native = operands, native_passes.applies(config, operands)
+    given: tuple[Tensor | None, ...] = (o.x, *(leaves or (o.w_in, o.w_out, o.b_in, o.b_out, o.gate)))
+    if not is_native:
+        given = (*given, o.gate_bias, o.weights, o.logits, o.port)
+    if not needs_graph(given):
+        return _eager_forward(config, operands, is_native)
+    results: list[LayerOutput] = []
+    outputs = _EagerLayer.call_eager(config, operands, results, is_native, leaves, *given)
+    (r,) = results
+    if config.router is None:
+        return r._replace(output=outputs)
+    output, weights, *sums = outputs
+    score_sum, lse = sums or (r.score_sum, r.lse)
+    return LayerOutput(output, r.tokens_per_expert, r.dropped, weights, r.experts, score_sum, lse, *r[7:])
+
+
+def _backward(
+    config: LayerConfig,
+    needs: Mapping[str, bool],
+    saved: Sequence[Any],
+    d_output: Tensor | None,
+    d_weights: Tensor | None,
+    d_score_sum: Tensor | None,
+    d_lse: Tensor | None,
+) -> dict[str, Tensor | None]:
+    """Gradients by operand name. needs: whether an operand needs its gradient; False for a missing one."""
     (
         x, w_in, w_out, b_in, b_out, gate, gate_bias, token_mask, weights, experts, lse,
-        h, logits, row_of_slot, slot_of_row, group_sizes, *quantized,
-    ) = ctx.saved_tensors  # fmt: skip
-    config, dtype = ctx.config, x.dtype
-    needs = dict(zip(Operands._fields, ctx.needs_input_grad[1:], strict=True))
+        h, logits, row_of_slot, slot_of_row, group_sizes,
+    ), quantized = _split(saved)  # fmt: skip
+    needs, dtype = collections.defaultdict(bool, needs), x.dtype
     through_gate = gate is not None and (needs["x"] or needs["gate"] or needs["gate_bias"])
     needs_logits = through_gate or needs["logits"]
     if d_output is None:
@@ -219,7 +233,7 @@ def _backward(ctx, d_output, d_weights, d_score_sum, d_lse):
             d_logits = logits_gradient(config.router, logits, experts, token_mask, lse, d_w, *d_sums)
         if needs["logits"]:
             gradients["logits"] = d_logits
-    if through_gate:
+    if gate is not None and through_gate:
         tokens = x if token_mask is None else torch.where(token_mask[:, None], x, 0)  # 0 * NaN would be NaN
         through = gate_backward(tokens, gate, d_logits)
         addend, gradients["gate"] = through.x, _as(through.gate, gate.dtype)
@@ -235,6 +249,8 @@ def _backward(ctx, d_output, d_weights, d_score_sum, d_lse):
     return gradients | {"w_in": d_w_in if needs["w_in"] else None, "b_in": None if b_in is None else d_b_in}
 
 
-def fused_layer(config: LayerConfig, operands: Operands) -> LayerOutput:
-    """The layer on checked, flattened operands."""
+def fused_layer(config: LayerConfig, operands: Operands, leaves: Leaves | None = None) -> LayerOutput:
+    """The layer on checked, flattened operands. leaves: see `run_layer`."""
+    if leaves is not None or is_plain_eager(operands.x.device, operands):
+        return _eager_layer(config, operands, leaves)
     return LayerOutput(*_FusedLayer.call(config, *operands))

@@ -22,16 +22,8 @@ def _mm_float32(a: Tensor, b: Tensor) -> Tensor:
     return torch.mm(a, b, out_dtype=torch.float32)
 
 
-def _mm_is_traced() -> bool:
-    a = torch.empty(1, 1, dtype=torch.bfloat16, device="meta")
-    try:
-        return _mm_float32(a, a).dtype == torch.float32
-    except TypeError:
-        return False
-
-
 #: torch 2.9 cannot trace `torch.mm` with out_dtype; there an operation of ours wraps it.
-_MM_IS_TRACED = _mm_is_traced()
+_MM_IS_TRACED = torch.torch_version.TorchVersion(torch.__version__) >= "2.10"
 _ops.define("mm_float32(Tensor a, Tensor b) -> Tensor")
 _ops.impl("mm_float32", _mm_float32, "CUDA")
 _ops.impl(

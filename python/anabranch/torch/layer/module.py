@@ -13,10 +13,12 @@ from anabranch.options import MODULE_NAMES, LayerOptions, ModuleKeywords, check_
 from anabranch.precision import FP8, check_fp8_widths, dense_precision
 from anabranch.torch.binding import check
 from anabranch.torch.binding.autocast import as_autocast
+from anabranch.torch.binding.eager import is_plain_eager
 from anabranch.torch.binding.group import check_group, local_part, summed
 from anabranch.torch.layer.called_gate import fork
 from anabranch.torch.layer.counts import add_counts
-from anabranch.torch.layer.moe import MoEOutput, checked_config, run_layer
+from anabranch.torch.layer.moe import LayerTensors, MoEOutput, checked_config, run_layer
+from anabranch.torch.layer.operands import Leaves
 from anabranch.torch.layer.parameters import Initializer, check_plain, draw, fan_in_normal_
 from anabranch.torch.layer.submodules import Gate, OnRanks, SharedExpert, is_plain
 from anabranch.torch.layer.wrapping import check_wrapping
@@ -202,6 +204,7 @@ class MoE(OnRanks):
         self.qb_bin_bounds = host_bounds(qb_bin_bounds) if quantile else None
         factory: dict[str, Any] = dict(dtype=self.param_dtype, device=device)
         self.up_name = "gate_up_proj" if self.gated else "up_proj"
+        self.up_bias_name = f"{self.up_name}_bias"
 
         def parameter(name: str, present: bool, *shape: int) -> None:
             value = torch.empty((self.local_experts, *shape), **factory) if present else None
@@ -366,7 +369,34 @@ class MoE(OnRanks):
         replays = forced_experts is not None
         if not replays and self._restored_under_fsdp:
             self._check_not_rounded_again()
-        up_bias = getattr(self, f"{self.up_name}_bias")
+        bias = None if replays else self._bias()
+        leaves = None if quantized is not None else self._leaves(x, token_mask, forced_experts, bias)
+        if leaves is not None:
+            tensors = self._views(leaves, x)._replace(
+                expert_bias=bias, token_mask=token_mask, forced_experts=forced_experts
+            )
+        else:
+            tensors = self._tensors(x, mask, quantized)._replace(
+                expert_bias=bias, token_mask=token_mask, forced_experts=forced_experts
+            )
+        result = run_layer(
+            self.options_of_replay if replays else self.options,
+            tensors,
+            leaves=leaves,
+            quantized=quantized,
+            qb_bin_bounds=None if replays else self.qb_bin_bounds,
+            loss_group=self.loss_group,
+            **self.parallel_options,
+        )
+        if bias is not None and self.training:
+            self._count(result)
+        if self.shared_expert is None:
+            return result
+        return MoEOutput(result.output + self._shared(x, mask), *result[1:])
+
+    def _tensors(self, x: Tensor, mask: Tensor | None, quantized: Any) -> LayerTensors:
+        """The arguments of `run_layer` for x, as tensors whose gradients reach the parameters by autograd."""
+        up_bias = getattr(self, self.up_bias_name)
         w_in, w_out = self._matrices()
         if self.group is not None:
             check_wrapping(
@@ -377,34 +407,47 @@ class MoE(OnRanks):
         def weight(value: Tensor) -> Tensor:  # float32 weights get unrounded gradients
             return value if value.dtype == torch.float32 else value.to(x.dtype)
 
-        tensors: dict[str, Any] = dict(
+        tensors = LayerTensors(
+            x=x,
             w_in=weight(w_in),
             w_out=weight(w_out),
             b_in=None if up_bias is None else local_part(up_bias).to(x.dtype).reshape(w_in.shape[:-1]),
             b_out=None if self.down_proj_bias is None else local_part(self.down_proj_bias).to(x.dtype),
-            expert_bias=None if replays else self._bias(),
-            token_mask=token_mask,
-            forced_experts=forced_experts,
         )
         if is_plain(self.gate):
-            tensors |= dict(x=x, gate=self.gate.weight.T, gate_bias=self.gate.bias)
-        else:
-            for_gate, port = fork(x, mask)
-            logits = _called("gate", self.gate, (*x.shape[:-1], ("E", self.num_experts)), for_gate)
-            tensors |= dict(x=x.detach(), logits=logits.float(), port=port)
-        result = run_layer(
-            self.options_of_replay if replays else self.options,
-            tensors,
-            quantized=quantized,
-            qb_bin_bounds=None if replays else self.qb_bin_bounds,
-            loss_group=self.loss_group,
-            **self.parallel_options,
-        )
-        if self.training and not replays:
-            self._count(result)
-        if self.shared_expert is None:
-            return result
-        return MoEOutput(result.output + self._shared(x, mask), *result[1:])
+            return tensors._replace(gate=self.gate.weight.T, gate_bias=self.gate.bias)
+        for_gate, port = fork(x, mask)
+        logits = _called("gate", self.gate, (*x.shape[:-1], ("E", self.num_experts)), for_gate)
+        return tensors._replace(x=x.detach(), logits=logits.float(), port=port)
+
+    def _leaves(self, x: Tensor, *others: Tensor | None) -> Leaves | None:
+        """The parameters themselves, if the layer can take them without views that autograd records.
+
+        None: the layer has a group or a gate that must be called, this is not the plain eager case, or parameters have
+        another dtype than x.
+        """
+        gate = self.gate
+        if self.group is not None or not is_plain(gate):
+            return None
+        assert isinstance(gate, Gate)
+        up, down = getattr(self, self.up_name), self.down_proj
+        up_bias, down_bias = getattr(self, self.up_bias_name), self.down_proj_bias
+        if not is_plain_eager(x.device, (x, *others, up, down, up_bias, down_bias, gate.weight, gate.bias)):
+            return None
+        dtype = x.dtype
+        dtypes = (dtype, torch.float32)
+        if up.dtype not in dtypes or down.dtype not in dtypes:
+            return None
+        if (up_bias is not None and up_bias.dtype != dtype) or (down_bias is not None and down_bias.dtype != dtype):
+            return None
+        return Leaves(up, down, up_bias, down_bias, gate.weight)
+
+    @torch.no_grad()
+    def _views(self, leaves: Leaves, x: Tensor) -> LayerTensors:
+        """The arguments of `run_layer` as views of the parameters, without autograd."""
+        w_in, w_out = self._matrices()
+        b_in = None if leaves.b_in is None else leaves.b_in.view(w_in.shape[:-1])
+        return LayerTensors(x, w_in, w_out, b_in, leaves.b_out, leaves.gate.T, self.gate.bias)
 
     def _shared(self, x: Tensor, token_mask: Tensor | None) -> Tensor:
         """The shared expert's output for x [..., D]."""
@@ -423,13 +466,16 @@ class MoE(OnRanks):
         E, F, D = self.local_experts, self.hidden_features, self.in_features
         # reshape accepts any shape with the right number of elements, so these are checked here; `moe` checks the
         # others.
-        for name, shape in ((self.up_name, (E, self.parts * F, D)), (f"{self.up_name}_bias", (E, self.parts * F))):
-            value = getattr(self, name)
-            if value is not None and tuple(local_part(value).shape) != shape:
-                got = check.describe(local_part(value))
-                raise ValueError(f"{name}: got {got}, expected [{', '.join(map(str, shape))}]")
-        halves = (E, F, 2) if self.interleaved else (E, self.parts, F)
-        return local_part(getattr(self, self.up_name)).reshape(*halves, D), local_part(self.down_proj)
+        up, up_bias = local_part(getattr(self, self.up_name)), getattr(self, self.up_bias_name)
+        self._check_shape(self.up_name, up, E, self.parts * F, D)
+        if up_bias is not None:
+            self._check_shape(self.up_bias_name, local_part(up_bias), E, self.parts * F)
+        return up.reshape((E, F, 2, D) if self.interleaved else (E, self.parts, F, D)), local_part(self.down_proj)
+
+    @staticmethod
+    def _check_shape(name: str, value: Tensor, *shape: int) -> None:
+        if tuple(value.shape) != shape:
+            raise ValueError(f"{name}: got {check.describe(value)}, expected [{', '.join(map(str, shape))}]")
 
     def quantized(self, *, gradients: bool = True) -> QuantizedExperts:
         """Quantises this rank's experts with `quantize_experts`, for calls with precision="fp8".
@@ -464,9 +510,8 @@ class MoE(OnRanks):
 
     @torch.no_grad()
     def _count(self, result: MoEOutput) -> None:
-        if self.expert_bias is not None:
-            for name, counts in self._counts().items():
-                add_counts(counts, getattr(result, name))
+        for name, counts in self._counts().items():
+            add_counts(counts, getattr(result, name))
 
     def _state(self, name: str) -> tuple[Tensor, Tensor]:
         """The expert bias, restored to float32, and the named counts, for an update in place."""

@@ -4,6 +4,7 @@
 the sums that it returns.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
@@ -11,20 +12,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from anabranch.options import LAYER_NAMES, LayerKeywords, LayerOptions, check_names, takes_options
+from anabranch.options import LAYER_NAMES, LayerKeywords, LayerOptions, RouterOptions, check_names, takes_options
 from anabranch.precision import FP8, precision_number
 from anabranch.torch.binding import check
 from anabranch.torch.binding.autocast import as_autocast, match_autocast
 from anabranch.torch.binding.group import check_group, sum_over_ranks, with_mean_gradients
-from anabranch.torch.layer.forward import (
+from anabranch.torch.layer.forward import fused_layer
+from anabranch.torch.layer.on_group import GroupConfig, GroupOutput, group_layer
+from anabranch.torch.layer.operands import (
     LayerConfig,
     LayerOutput,
+    Leaves,
     Operands,
-    fused_layer,
     layer_config,
     quantized_fields,
 )
-from anabranch.torch.layer.on_group import GroupConfig, GroupOutput, group_layer
 from anabranch.torch.ops.balance import load_balance_loss, mean_of_squares
 from anabranch.torch.ops.experts import check_experts
 from anabranch.torch.ops.quantized import QuantizedExperts, check_current, check_fp8_operands
@@ -178,15 +180,12 @@ def moe(
     """
     check_names("moe", LAYER_NAMES, options)
     x = as_autocast(x)
-    b_in, b_out = match_autocast(x, b_in), match_autocast(x, b_out)
-    tensors = dict(
-        x=x, w_in=w_in, w_out=w_out, b_in=b_in, b_out=b_out, gate=gate, gate_bias=gate_bias, expert_bias=expert_bias,
-        token_mask=token_mask, forced_experts=forced_experts,
-    )  # fmt: skip
-    given = LayerOptions(topk=topk, qb_bins=qb_bins, **options)
     return run_layer(
-        given,
-        tensors,
+        layer_options(topk=topk, qb_bins=qb_bins, **options),
+        LayerTensors(
+            x, w_in, w_out, match_autocast(x, b_in), match_autocast(x, b_out), gate, gate_bias, expert_bias, token_mask,
+            forced_experts,
+        ),
         group=group,
         transport=transport,
         capacity_factor=capacity_factor,
@@ -194,19 +193,56 @@ def moe(
         loss_group=loss_group,
         quantized=quantized,
         qb_bin_bounds=qb_bin_bounds,
-    )
+    )  # fmt: skip
 
 
-_TENSORS = (
-    *("x", "w_in", "w_out", "b_in", "b_out", "gate", "gate_bias", "expert_bias", "token_mask", "forced_experts"),
-    *("logits", "port"),
-)
+_cached_options = functools.lru_cache(maxsize=256, typed=True)(LayerOptions)
+
+
+def layer_options(**options: Any) -> LayerOptions:
+    """A LayerOptions; the same object for the same options, if they are hashable."""
+    if torch.compiler.is_compiling():
+        return LayerOptions(**options)
+    try:
+        return _cached_options(**options)
+    except TypeError:
+        return LayerOptions(**options)
+
+
+class LayerTensors(NamedTuple):
+    """The tensor arguments of `moe`, as a caller gives them; x and biases are already rounded for autocast.
+
+    `logits` float32 [..., E] and `port` float32 [..., D] may replace the gate. Then x has no gradient, see
+    `called_gate`.
+    """
+
+    x: Any
+    w_in: Any
+    w_out: Any
+    b_in: Any = None
+    b_out: Any = None
+    gate: Any = None
+    gate_bias: Any = None
+    expert_bias: Any = None
+    token_mask: Any = None
+    forced_experts: Any = None
+    logits: Any = None
+    port: Any = None
+
+
+class _Checked(NamedTuple):
+    """The result of the checks of `moe`."""
+
+    config: LayerConfig
+    router: RouterOptions
+    coefficients: tuple[float, float]
 
 
 def run_layer(
     options: LayerOptions,
-    tensors: dict[str, Any],
+    tensors: LayerTensors,
     *,
+    leaves: Leaves | None = None,
     group: Any = None,
     transport: str = "auto",
     capacity_factor: float | None = None,
@@ -215,30 +251,27 @@ def run_layer(
     quantized: QuantizedExperts | None = None,
     qb_bin_bounds: Tensor | tuple[float, float] | None = None,
 ) -> MoEOutput:
-    """`moe` with its options as one object; x and biases are already rounded for autocast.
+    """`moe` with its options and its tensors as one object each. Other arguments: as in `moe`.
 
     Args:
-      options: the options.
-      tensors: arguments of `moe` by name. `logits` float32 [..., E] and `port` float32 [..., D] may replace the gate;
-        then x has no gradient, see `called_gate`.
+      options, tensors: of `moe`.
+      leaves: in the plain eager case, without a group, the tensors of which the weights in `tensors` are views.
       others: as in `moe`.
     """
-    tensors = {name: tensors.get(name) for name in _TENSORS} | quantized_fields(quantized)
-    x, w_in, gate, gate_bias, expert_bias, token_mask, forced_experts = (
-        tensors[name] for name in ("x", "w_in", "gate", "gate_bias", "expert_bias", "token_mask", "forced_experts")
-    )
+    x, w_in, w_out, b_in, b_out, gate, gate_bias, expert_bias, token_mask, forced_experts, logits, port = tensors
     parallel = check_parallel(group, transport, capacity_factor, fp8_exchange, precision_number(options.precision))
     ranks = 1 if parallel is None else parallel.ranks
     has_loss_group = check_group("loss_group", loss_group) is not None
-    config: LayerConfig = _check_cache.check(
-        tensors.values(),
+    matrices = (w_in, w_out, b_in, b_out, gate, gate_bias, expert_bias)
+    config, router, coefficients = _check_cache.check(
+        (x, token_mask, forced_experts, logits, port),
+        matrices if quantized is None else (*matrices, *quantized_fields(quantized).values()),
         (ranks, has_loss_group, type(quantized)),
         lambda: _checked(options, ranks, tensors, quantized, loss_group),
         options,
     )
-    check_current(quantized, w_in, tensors["w_out"])
-    router = config.router
-    assert router is not None
+    if quantized is not None:
+        check_current(quantized, w_in, w_out)
     leading, tokens = x.shape[:-1], flat(x)
     assert tokens is not None
     if forced_experts is not None:
@@ -246,28 +279,20 @@ def run_layer(
     bounds = quantile_operand(router, x, expert_bias, qb_bin_bounds)
     if bounds is not None:
         check.same_device("x", x, qb_bin_bounds=bounds)
-    gate, gate_bias = with_mean_gradients(group, gate, gate_bias)
+    if group is not None:
+        gate, gate_bias = with_mean_gradients(group, gate, gate_bias)
     operands = Operands(
-        x=tokens,
-        w_in=w_in,
-        w_out=tensors["w_out"],
-        b_in=tensors["b_in"],
-        b_out=tensors["b_out"],
-        gate=gate,
-        gate_bias=gate_bias,
-        expert_bias=expert_bias,
-        token_mask=flat(token_mask, 0),
-        forced_experts=flat(forced_experts),
-        qb_bin_bounds=bounds,
-        logits=flat(tensors["logits"]),
-        port=flat(tensors["port"]),
-        **quantized_fields(quantized if config.network.precision == FP8 else None),
-    )
-    coefficients = options.loss_coefficients()
+        tokens, w_in, w_out, b_in, b_out, gate, gate_bias, None, expert_bias, flat(token_mask, 0), flat(forced_experts),
+        None, bounds, flat(logits), flat(port),
+    )  # fmt: skip
+    if quantized is not None and config.network.precision == FP8:
+        operands = operands._replace(**quantized_fields(quantized))
     result: LayerOutput | GroupOutput
     if parallel is None:
-        result = fused_layer(config, operands)
-        counts, by_source, histogram = result.tokens_per_expert, result.dropped.view(1), result.qb_histogram
+        result = fused_layer(config, operands, leaves)
+        counts, by_source, histogram = result.tokens_per_expert, result.dropped_by_source, result.qb_histogram
+        if by_source is None:
+            by_source = result.dropped.view(1)
     else:
         T, repeats = tokens.shape[0], forced_experts is not None
         E, local = config.num_experts, w_in.shape[0]
@@ -277,50 +302,50 @@ def run_layer(
             parallel, result.tokens_per_expert, result.dropped, result.qb_histogram
         )
     aux = z = torch.zeros((), dtype=torch.float32, device=x.device)
-    if any(coefficients):
+    if config.aux_loss or config.z_loss:
         number = torch.full_like(aux, tokens.shape[0]) if token_mask is None else token_mask.sum().float()
-        squares = result.lse.square().sum() if coefficients[1] else aux  # lse is 0 for a masked token
+        squares = result.lse.square().sum() if config.z_loss else aux  # lse is 0 for a masked token
         sums: Sequence[Tensor] = (result.score_sum, result.tokens_per_expert, squares, number)
         if (losses_over := group if loss_group is None else loss_group) is not None:
             sums = sum_over_ranks(losses_over, *sums)
         aux, z = _losses(router.topk, coefficients, *sums)
+    output, weights, experts = result.output, result.weights, result.experts
+    if len(leading) != 1:
+        output, weights = unflat(output, leading), unflat(weights.clone(), leading)
+        experts = experts.reshape(*leading, router.topk)
     return MoEOutput(
-        unflat(result.output, leading),
+        output,
         aux,
         z,
         counts,
         result.dropped if parallel is None else by_source.sum(dtype=torch.int32),
         by_source,
-        result.experts if len(leading) == 1 else result.experts.reshape(*leading, router.topk),
-        unflat(result.weights if len(leading) == 1 else result.weights.clone(), leading),
+        experts,
+        weights,
         histogram if router.qb_bins else None,
     )
 
 
-def _checked(
-    options: LayerOptions, ranks: int, tensors: dict[str, Any], quantized: Any, loss_group: Any
-) -> LayerConfig:
-    """Checks tensors and options of `moe`; x and biases are already rounded for autocast."""
-    x, w_in, expert_bias, token_mask, forced_experts = (
-        tensors[name] for name in ("x", "w_in", "expert_bias", "token_mask", "forced_experts")
-    )
-    *leading, D = check.tensor("x", x, check.FLOATS, (..., "D")).shape
+def _checked(options: LayerOptions, ranks: int, tensors: LayerTensors, quantized: Any, loss_group: Any) -> _Checked:
+    """Checks tensors and options of `moe`."""
+    t = tensors
+    *leading, D = check.tensor("x", t.x, check.FLOATS, (..., "D")).shape
     layouts = options.layouts()
-    dtypes = tuple(dict.fromkeys((x.dtype, torch.float32)))
-    local, parts = check_experts(layouts, x, dtypes, w_in, tensors["w_out"], tensors["b_in"], tensors["b_out"])
+    dtypes = tuple(dict.fromkeys((t.x.dtype, torch.float32)))
+    local, parts = check_experts(layouts, t.x, dtypes, t.w_in, t.w_out, t.b_in, t.b_out)
     if local < 1:
-        raise ValueError(f"w_in: got {check.describe(w_in)}, expected at least one expert")
+        raise ValueError(f"w_in: got {check.describe(t.w_in)}, expected at least one expert")
     E = local * ranks
-    if tensors["logits"] is None:
-        check.tensor("gate", tensors["gate"], check.FLOATS, (("D", D), ("E", E)))
+    if t.logits is None:
+        check.tensor("gate", t.gate, check.FLOATS, (("D", D), ("E", E)))
     config = checked_config(options, E, parts, loss_group)
     assert config.router is not None
-    check_fp8_operands(config.network.precision, layouts, "x", x, w_in, quantized)
-    check.optional_tensor("gate_bias", tensors["gate_bias"], check.FLOATS, (("E", E),))
-    router_operands(config.router, E, tuple(leading), expert_bias, token_mask, forced_experts)
+    check_fp8_operands(config.network.precision, layouts, "x", t.x, t.w_in, quantized)
+    check.optional_tensor("gate_bias", t.gate_bias, check.FLOATS, (("E", E),))
+    router_operands(config.router, E, tuple(leading), t.expert_bias, t.token_mask, t.forced_experts)
     names = ("gate", "gate_bias", "expert_bias", "token_mask", "forced_experts")
-    check.same_device("x", x, **{name: tensors[name] for name in names})
-    return config
+    check.same_device("x", t.x, **{name: getattr(t, name) for name in names})
+    return _Checked(config, config.router, options.loss_coefficients())
 
 
 _check_cache = check.CheckCache()

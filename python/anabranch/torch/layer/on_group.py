@@ -13,8 +13,8 @@ from torch import Tensor
 
 from anabranch.torch.binding.autocast import without_autocast
 from anabranch.torch.binding.autograd import Function
-from anabranch.torch.layer.forward import LayerConfig, Operands, requested_cotangents
 from anabranch.torch.layer.gate import biased_gate_logits, gate_backward
+from anabranch.torch.layer.operands import LayerConfig, Operands, requested_cotangents
 from anabranch.torch.ops import torch_ops
 from anabranch.torch.ops.experts import cast_weight
 from anabranch.torch.ops.quantized import backward_operands, forward_operands

@@ -11,9 +11,10 @@ from anabranch.precision import FP8, precision_number
 from anabranch.rows import check_num_slots
 from anabranch.torch.binding import check
 from anabranch.torch.binding.autocast import as_autocast, match_autocast
-from anabranch.torch.layer.forward import LayerConfig, Operands, fused_layer, layer_config, quantized_fields
+from anabranch.torch.layer.forward import fused_layer
 from anabranch.torch.layer.moe import flat, unflat
 from anabranch.torch.layer.on_group import GroupConfig, group_layer
+from anabranch.torch.layer.operands import LayerConfig, Operands, layer_config, quantized_fields
 from anabranch.torch.ops.experts import check_experts
 from anabranch.torch.ops.quantized import QuantizedExperts, check_current, check_fp8_operands
 from anabranch.torch.parallel.parallel import check_parallel, place, sum_counts
@@ -103,7 +104,8 @@ def routed_experts(
     parallel = check_parallel(group, transport, capacity_factor, fp8_exchange, precision_number(given.precision))
     ranks = 1 if parallel is None else parallel.ranks
     config: LayerConfig = _check_cache.check(
-        tensors.values(),
+        (x, experts, weights),
+        (w_in, w_out, b_in, b_out, *quantized_fields(quantized).values()),
         (ranks, type(quantized)),
         lambda: _checked(given, ranks, tensors, quantized),
         given,

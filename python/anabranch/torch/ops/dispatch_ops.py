@@ -137,6 +137,6 @@ def _sort_chunks(results, x, split_sizes, sorted_indices, inverse):
 
 sort_chunks = define(
     "sort_chunks(Tensor x, Tensor split_sizes, Tensor sorted_indices, bool inverse) -> (Tensor out, Tensor row_id_map)",
-    lambda x, *_: (torch.empty_like(x), x.new_empty(x.shape[:1], dtype=torch.int32)),
+    lambda x, *_: (x.new_empty(x.shape), x.new_empty(x.shape[:1], dtype=torch.int32)),
     _sort_chunks,
 )

@@ -225,13 +225,12 @@ def _allocate_ffn_backward(
     d_out, h, x, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, weights, w_in_dtype, w_out_dtype,
     w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
-    nothing = x.new_empty((0,))
     return (
         x.new_empty((h.shape[0], x.shape[1])),
-        torch.empty_like(w_in, dtype=w_in_dtype),
-        nothing.clone() if b_in is None else torch.empty_like(b_in),
-        torch.empty_like(w_out, dtype=w_out_dtype),
-        nothing.clone() if b_out is None else torch.empty_like(b_out),
+        w_in.new_empty(w_in.shape, dtype=w_in_dtype),
+        x.new_empty((0,)) if b_in is None else b_in.new_empty(b_in.shape),
+        w_out.new_empty(w_out.shape, dtype=w_out_dtype),
+        x.new_empty((0,)) if b_out is None else b_out.new_empty(b_out.shape),
         x.new_empty((0,) if weights is None else weights.shape, dtype=torch.float32),
     )
 
@@ -367,10 +366,10 @@ def allocate_experts_hidden(
     _, _, P, F = _sizes(w_in, o.w_in_layout)
     R, fp8 = h.shape[0], o.precision == FP8
     return (
-        torch.empty_like(h),
-        torch.empty_like(w_out, dtype=w_out_dtype) if needs_w_out else x.new_empty((0,)),
-        x.new_empty((0,)) if b_out is None else torch.empty_like(b_out),
-        torch.empty_like(weights, dtype=torch.float32),
+        h.new_empty(h.shape),
+        w_out.new_empty(w_out.shape, dtype=w_out_dtype) if needs_w_out else x.new_empty((0,)),
+        x.new_empty((0,)) if b_out is None else b_out.new_empty(b_out.shape),
+        weights.new_empty(weights.shape, dtype=torch.float32),
         _e4m3(x, R, P, F) if fp8 else x.new_empty((0,)),
         _scales(x, R, P, F // BLOCK) if fp8 else x.new_empty((0,)),
     )
@@ -430,11 +429,10 @@ def _allocate_experts_inputs(
     w_in_dtype, d_x_dtype, needs_w_in, w_in_q, w_in_scales, w_out_q, w_out_scales,
     *options,
 ):  # fmt: skip
-    nothing = x.new_empty((0,))
     return (
-        nothing if d_x_dtype is None else torch.empty_like(x, dtype=d_x_dtype),
-        torch.empty_like(w_in, dtype=w_in_dtype) if needs_w_in else nothing.clone(),
-        nothing.clone() if b_in is None else torch.empty_like(b_in),
+        x.new_empty((0,)) if d_x_dtype is None else x.new_empty(x.shape, dtype=d_x_dtype),
+        w_in.new_empty(w_in.shape, dtype=w_in_dtype) if needs_w_in else x.new_empty((0,)),
+        x.new_empty((0,)) if b_in is None else b_in.new_empty(b_in.shape),
     )
 
 

@@ -169,7 +169,7 @@ def _allocate_layer_hidden(
         d_out, None, None, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, w_out_dtype, needs_w_out,
         w_in_q, w_in_scales, w_out_q, w_out_scales, *_parts(*options).network,
     )  # fmt: skip
-    return *results, torch.empty_like(logits)
+    return *results, logits.new_empty(logits.shape)
 
 
 def _layer_hidden(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from anabranch.rows import check_num_slots, num_rows_needed
 from anabranch.torch.binding import check
+from anabranch.torch.binding.native import call
 from anabranch.torch.ops import torch_ops
 
 
@@ -98,8 +99,8 @@ def plan(
 def run_plan(experts: Tensor, num_experts: int, rows: int, align_size: int, num_destinations: int = 1) -> Plan:
     """`plan` on checked arguments."""
     flat = experts.reshape(math.prod(experts.shape[:-1]), experts.shape[-1])
-    counts, sizes, offsets, row_of_slot, slot_of_row, dropped = torch_ops.plan(
-        flat, num_experts, rows, align_size, num_destinations
+    counts, sizes, offsets, row_of_slot, slot_of_row, dropped = call(
+        torch_ops.plan, flat, num_experts, rows, align_size, num_destinations
     )
     return Plan(counts, sizes, offsets, row_of_slot.reshape(experts.shape), slot_of_row, dropped)
 

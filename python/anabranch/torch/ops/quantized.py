@@ -10,6 +10,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS, Layouts
 from anabranch.precision import BLOCK, FP8, check_fp8, check_fp8_widths, fp8_scales_number
 from anabranch.torch.binding import check
+from anabranch.torch.binding.native import call
 from anabranch.torch.ops import torch_ops
 
 
@@ -158,7 +159,7 @@ def quantize_experts(
     check.same_device("w_in", w_in, w_out=w_out)
     check_fp8_widths("w_in", check.describe(w_in), D=found["d"], F=found["f"])
     number, gradients = fp8_scales_number(fp8_scales), check.boolean("gradients", gradients)
-    results = torch_ops.quantize_experts(w_in.detach(), w_out.detach(), *layouts, gradients, number)
+    results = call(torch_ops.quantize_experts, w_in.detach(), w_out.detach(), *layouts, gradients, number)
     quantized = QuantizedExperts(*results)
     if not torch.compiler.is_compiling():
         _sources[quantized.w_in_transposed] = _version(w_in), _version(w_out)

@@ -84,7 +84,7 @@ def route_backward_calls(d_logits, logits, experts, token_mask, lse, d_weights, 
 route_backward = define(
     "route_backward(Tensor logits, Tensor? experts, Tensor? token_mask, Tensor? lse, Tensor? d_weights, "
     f"Tensor? d_score_sum, Tensor? d_lse, {_ROUTER}) -> Tensor",
-    lambda logits, *_: torch.empty_like(logits, memory_format=torch.contiguous_format),
+    lambda logits, *_: logits.new_empty(logits.shape),
     route_backward_calls,
 )
 
@@ -141,7 +141,7 @@ def _route_dense_backward(d_logits, logits, experts, d_probs, *router):
 
 route_dense_backward = define(
     f"route_dense_backward(Tensor logits, Tensor experts, Tensor d_probs, {_ROUTER}) -> Tensor",
-    lambda logits, *_: torch.empty_like(logits, memory_format=torch.contiguous_format),
+    lambda logits, *_: logits.new_empty(logits.shape),
     _route_dense_backward,
 )
 
@@ -180,7 +180,7 @@ def _aux_scores_backward(d_logits, logits, d_scores, score_function):
 
 aux_scores_backward = define(
     "aux_scores_backward(Tensor logits, Tensor d_scores, int score_function) -> Tensor",
-    lambda logits, *_: torch.empty_like(logits, memory_format=torch.contiguous_format),
+    lambda logits, *_: logits.new_empty(logits.shape),
     _aux_scores_backward,
 )
 

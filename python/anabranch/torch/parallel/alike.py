@@ -1,4 +1,4 @@
-"""Check that all ranks of a group call the layer with the same sizes and options.
+"""Checks that all ranks of a group call the layer with the same sizes and options.
 
 With different ones, ranks would lose tokens, or wait for each other in collectives of different sizes. A rank compares
 new values through the group's store, without a collective and without waiting for a device. Values that it has compared
@@ -19,15 +19,15 @@ from anabranch.options import Network, Router, RouterOptions
 
 _ops = torch.library.Library("anabranch", "FRAGMENT")
 
-#: Options that are compared as text, or as the router's.
-_APART = ((Router, "score_function"), (Network, "topk"))
+#: Numbers that are not compared as such: the score function is compared as text, topk with the router's options.
+_EXCLUDED = ((Router, "score_function"), (Network, "topk"))
 #: All other options of the layer that are numbers.
 _NUMBERS = {
     kind: [
         (options, name)
         for options in (Router, Network)
-        for name, found in typing.get_type_hints(options).items()
-        if found in kinds and (options, name) not in _APART
+        for name, hint in typing.get_type_hints(options).items()
+        if hint in kinds and (options, name) not in _EXCLUDED
     ]
     for kind, kinds in ((int, (int, bool)), (float, (float,)))
 }
@@ -115,7 +115,7 @@ torch.library.register_fake("anabranch::compare", _none_dropped, lib=_ops)
 def compare_options(config: Any, x: Tensor, experts: Tensor) -> Tensor:
     """Compares sizes and options with the other ranks. Returns 0, int32 [].
 
-    The caller adds the result to the dropped slots, so a compiled program keeps the comparison.
+    The caller adds the result to the number of dropped assignments, so that a compiled program keeps the comparison.
 
     Args:
       config: a GroupConfig.

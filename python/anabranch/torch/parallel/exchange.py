@@ -43,7 +43,7 @@ class Ranks(ExchangeSizes):
     capacity_factor: float | None = None
 
     def gather(self, tensor: Tensor) -> Tensor:
-        """[n, ...] of every rank, [P n, ...]."""
+        """All-gathers tensors [n, ...] to [P n, ...]."""
         if tensor.shape[0] == 0:
             return tensor
         arriving = torch.ops._c10d_functional.all_gather_into_tensor(_dense(tensor), self.ranks, self.group)
@@ -51,7 +51,7 @@ class Ranks(ExchangeSizes):
         return gathered
 
     def exchange(self, regions: Tensor) -> Tensor:
-        """Region d [n, ...] of rank s's [P n, ...] becomes region s of rank d's."""
+        """All-to-all of P regions [n, ...] in [P n, ...]: region d of rank s becomes region s of rank d."""
         if regions.numel() == 0:
             return regions
         splits = [regions.shape[0] // self.ranks] * self.ranks
@@ -64,7 +64,7 @@ class Route(NamedTuple):
     """Gather and scatter indices of one exchange; saved for backward."""
 
     row_of_slot: Tensor
-    """int32 [arrived tokens, slots per token]: the row of every slot at the experts."""
+    """int32 [arrived tokens, topk]: the row of every assignment at the experts."""
     slot_of_row: Tensor
     """int32 [R]"""
     group_sizes: Tensor
@@ -76,18 +76,19 @@ class Route(NamedTuple):
 
 
 def drop_over_capacity(ranks: Ranks, experts: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Drops slots past the capacity of a rank: the last ones in the order (source, token, k), for every transport.
+    """Drops the assignments past a rank's capacity, the last in the order (source, token, k), for all transports.
 
-    Ranks with different capacities would lose slots without counting them. In that case all weights are NaN on every
-    rank.
+    Ranks with different capacities would lose assignments without counting them. In that case all weights are NaN on
+    every rank.
 
     Returns:
-      (experts int32 [T, K] with -1 for dropped slots; weights; number of dropped slots of this rank, int32 []).
+      (experts int32 [T, K] with -1 for dropped assignments; weights; the number of this rank's dropped assignments,
+      int32 []).
     """
     if ranks.capacity is None:
         return experts, weights, experts.new_zeros(())
     destination = torch.where(experts >= 0, experts // ranks.local_experts, -1)
-    # The rows of this plan number the slots of each destination in the order (token, k).
+    # The rows of this plan number the assignments to each destination in the order (token, k).
     slots = experts.shape[0] * experts.shape[1]
     counts, _, offsets, row_of_slot, _, _ = torch_ops.plan(destination, ranks.ranks, slots, 0, 1)
     own = torch.cat([counts, counts.new_full((1,), ranks.capacity)])
@@ -103,7 +104,7 @@ class Transport(abc.ABC):
     """The interface of a transport."""
 
     topk: int
-    """Slots per token of the result of `send`."""
+    """Assignments per arrived token."""
     returning: int
     """Returned rows per token."""
     weights_there: bool
@@ -135,7 +136,7 @@ class Transport(abc.ABC):
 
     @abc.abstractmethod
     def collect_weights(self, route: Route, weights: Tensor) -> Tensor:
-        """Returns values [arrived tokens, topk] to their source ranks as [T, K]; 0 for dropped slots."""
+        """Returns values [arrived tokens, topk] to their source ranks as [T, K]; 0 for dropped assignments."""
 
 
 class Ring(Transport):
@@ -175,7 +176,7 @@ class Ring(Transport):
         return out
 
     def collect_weights(self, route: Route, weights: Tensor) -> Tensor:
-        """See Transport. At most one rank has a value for a slot; the others have 0."""
+        """See Transport. At most one rank has a value for an assignment; the others have 0."""
         arrived = self.ranks.exchange(weights)
         return arrived.view(self.ranks.ranks, self.ranks.tokens, self.topk).sum(0)
 

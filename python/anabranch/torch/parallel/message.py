@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from anabranch.precision import BLOCK
+from anabranch.torch.binding.native import call
 from anabranch.torch.ops import torch_ops
 
 
@@ -24,7 +25,7 @@ class QuantizedOperand(NamedTuple):
 
 def quantize_rows(x: Tensor, fp8_scales: int) -> QuantizedOperand:
     """Quantises x [T, D] with one scale per 128 consecutive elements of a row."""
-    return QuantizedOperand(*torch_ops.quantize_rows(x, fp8_scales))
+    return QuantizedOperand(*call(torch_ops.quantize_rows, x, fp8_scales))
 
 
 def pack(rows: QuantizedOperand) -> Tensor:

@@ -122,7 +122,7 @@ def place(
 
 
 def sum_counts(parallel: Parallel, counts: Tensor, dropped: Tensor, histogram: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums over all ranks with one int32 all-reduce: (counts, dropped slots by source rank [P], histogram)."""
+    """Sums over all ranks with one int32 all-reduce: (counts, dropped assignments by source rank [P], histogram)."""
     by_source = dropped.new_zeros(parallel.ranks)
     by_source[parallel.rank] = dropped
     own = counts, by_source, histogram

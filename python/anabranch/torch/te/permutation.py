@@ -1,7 +1,7 @@
 """Dispatch and combine with the interface of TransformerEngine's PyTorch front end.
 
-Sizes: T tokens, E experts, K experts per token, D width, R rows. A mask [T, E] marks the experts of
-each token, any number of them; an index map [T, K] lists K of them. Rows of an expert are contiguous, in token order.
+Sizes: T tokens, E experts, K experts per token, D width, R rows. A mask [T, E] marks the experts of each token, any
+number of them; an index map [T, K] lists K of them. Rows of an expert are contiguous, in token order.
 
 Code that calls `transformer_engine.pytorch.permutation` only needs another import. The host does not wait for the
 device: numbers of rows are host values.
@@ -17,10 +17,11 @@ from anabranch._text import shown
 from anabranch.rows import check_num_slots
 from anabranch.torch.binding import check
 from anabranch.torch.binding.autograd import Function
+from anabranch.torch.binding.native import call
 from anabranch.torch.ops import torch_ops
 from anabranch.torch.ops.dispatch import ANY_DTYPE, _Combine, _Dispatch
 
-# Without uint8, the dtype of a bitmap.
+# uint8 is excluded, because it is the dtype of a bitmap.
 _MAP_DTYPES = (torch.bool, torch.int8, *check.INDICES)
 _MAP_TYPES = ("mask", "index")
 #: Sort key for "no expert": the largest int32.
@@ -108,8 +109,8 @@ def _indexed_rows(inp: Tensor, value: Any, num_out_tokens: Any) -> tuple[Tensor,
     R = N if R <= 0 else R
     keys = torch.where(index < 0, _NO_EXPERT, index).reshape(-1)
     order = keys.argsort(stable=True)
-    places = torch.arange(N, device=inp.device)
-    row_of_slot = torch.empty_like(order).scatter(0, order, places)
+    positions = torch.arange(N, device=inp.device)
+    row_of_slot = torch.empty_like(order).scatter(0, order, positions)
     row_of_slot = torch.where((keys < _NO_EXPERT) & (row_of_slot < R), row_of_slot, -1)
     slot_of_row = torch.where(keys[order] < _NO_EXPERT, order, -1)
     slot_of_row = torch.nn.functional.pad(slot_of_row[:R], (0, max(R - N, 0)), value=-1)
@@ -121,12 +122,12 @@ def _index_maps(row_id_map: Tensor, num_slots: int, num_rows: int) -> tuple[Tens
     T = row_id_map.shape[0] // max(num_slots, 1)
     rows = row_id_map.reshape(num_slots, T).t()
     slots = torch.arange(T * num_slots, dtype=torch.int32, device=row_id_map.device)
-    places = torch.where((rows >= 0) & (rows < num_rows), rows, num_rows).reshape(-1).long()
-    # If several slots name one row, the last slot gets it.
-    nowhere = torch.full((num_rows + 1,), -1, dtype=torch.int32, device=row_id_map.device)
-    slot_of_row = nowhere.scatter_reduce(0, places, slots, "amax")[:num_rows]
-    there = torch.nn.functional.pad(slot_of_row, (0, 1), value=-1)[places] == slots
-    return torch.where(there.reshape(rows.shape), rows, -1), slot_of_row
+    targets = torch.where((rows >= 0) & (rows < num_rows), rows, num_rows).reshape(-1).long()
+    # If several assignments name one row, the last one gets it.
+    empty = torch.full((num_rows + 1,), -1, dtype=torch.int32, device=row_id_map.device)
+    slot_of_row = empty.scatter_reduce(0, targets, slots, "amax")[:num_rows]
+    has_row = torch.nn.functional.pad(slot_of_row, (0, 1), value=-1)[targets] == slots
+    return torch.where(has_row.reshape(rows.shape), rows, -1), slot_of_row
 
 
 # ---------------------------------------------------------------- permute
@@ -136,7 +137,7 @@ def _permute(
     inp: Tensor, routing_map: Tensor, num_rows: int, align_size: int, probs: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
     """(rows, their probabilities, row_id_map, tokens_per_expert) for a bool mask."""
-    counts, row_of_slot, slot_of_row, row_id_map = torch_ops.plan_of_map(routing_map, num_rows, align_size)
+    counts, row_of_slot, slot_of_row, row_id_map = call(torch_ops.plan_of_map, routing_map, num_rows, align_size)
     rows = _Dispatch.call(inp, row_of_slot, slot_of_row)
     permuted_probs = None if probs is None else _DispatchProbs.call(probs, row_of_slot, slot_of_row)
     return rows, permuted_probs, row_id_map, counts
@@ -377,7 +378,7 @@ def moe_unpermute(
         weights = check.optional_tensor(name, weights, check.FLOATS, (("T", T), ("E", E)))
         offsets = None if pad_offsets is None else check.indices("pad_offsets", pad_offsets, (("E", E),))
         check.same_device("inp", inp, row_id_map=row_id_map, pad_offsets=offsets, **{name: weights})
-        row_of_slot, slot_of_row = torch_ops.expand_row_id_map(row_id_map, offsets, R)
+        row_of_slot, slot_of_row = call(torch_ops.expand_row_id_map, row_id_map, offsets, R)
     if restore_shape is not None:
         _check_shape(restore_shape, (row_of_slot.shape[0], D))
     out: Tensor = _Combine.call(inp, row_of_slot, slot_of_row, weights)

@@ -1,7 +1,7 @@
 """Hugging Face Transformers: the experts of its models, computed by `routed_experts`.
 
-After `register()` every model whose experts follow the interface of Transformers takes
-`experts_implementation="anabranch"`. Its parameters and its router stay as they are.
+After `register()` every model whose experts follow the interface of Transformers accepts
+`experts_implementation="anabranch"`. Its parameters and its router do not change.
 """
 
 from anabranch.torch.transformers.adapter import NAME, Experts, check, load_balancing_loss_func, register

@@ -1,7 +1,7 @@
 """Experts of Hugging Face Transformers models computed by `routed_experts`.
 
 `register()` adds the experts implementation "anabranch" for every model whose experts follow the interface of
-Transformers. Parameters and router stay unchanged. The activation of an experts module is recognised by evaluating its
+Transformers. Parameters and router do not change. The activation of an experts module is recognised by evaluating its
 gate function. A function that is no `Activation` is an error; it is never replaced by a similar one.
 """
 
@@ -48,11 +48,11 @@ def _parameter(module: nn.Module, name: str) -> Tensor:
     return value
 
 
-def _parted(weight: Tensor, layout: str, parts: int) -> Tensor:
+def _split_parts(weight: Tensor, layout: str, parts: int) -> Tensor:
     """Splits the P F axis of W_in or b_in; it is the last one, or the one before D."""
     axis = weight.dim() - (2 if layout.endswith("d") and weight.dim() == 3 else 1)
-    P_first = layout.index("p") < layout.index("f")
-    return weight.unflatten(axis, (parts, -1) if P_first else (-1, parts))
+    parts_first = layout.index("p") < layout.index("f")
+    return weight.unflatten(axis, (parts, -1) if parts_first else (-1, parts))
 
 
 def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -74,11 +74,11 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
     experts = described(module)
     parts = 2 if flag(module, "has_gate", True) else 1
     name = "gate_up_proj" if parts == 2 else "up_proj"
-    w_in = _parted(_parameter(module, name), experts.w_in_layout, parts)
+    w_in = _split_parts(_parameter(module, name), experts.w_in_layout, parts)
     w_out = _parameter(module, "down_proj")
     b_in = b_out = None
     if experts.has_bias:
-        b_in = _parted(_parameter(module, f"{name}_bias"), experts.w_in_layout, parts)
+        b_in = _split_parts(_parameter(module, f"{name}_bias"), experts.w_in_layout, parts)
         b_out = _parameter(module, "down_proj_bias")
     options: dict[str, Any] = dict(
         activation=experts.activation,
@@ -175,8 +175,9 @@ def register() -> None:
 def check(model: nn.Module) -> dict[str, Experts]:
     """Evaluates every experts module of a model and returns what it computes.
 
-    With "anabranch" selected, the model's constructor and `set_experts_implementation` do this too. Call it before
-    torch.compile after a change of an experts module, and after changes that are not noticed (docs/torch.md).
+    With "anabranch" selected, the model's constructor and `set_experts_implementation` do this too. Call it after a
+    change of an experts module that is followed by torch.compile, and after changes that the adapter does not notice
+    (docs/torch.md).
 
     Args:
       model: a model of Transformers.

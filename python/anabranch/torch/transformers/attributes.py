@@ -1,6 +1,6 @@
-"""The attributes of an experts module that its activation was recognised from, and whether they have changed.
+"""Records the attributes of an experts module on which its recognised activation depends, and detects their changes.
 
-A fixed list: the functions `_apply_gate` and `act_fn` (a module counts as its class), flags, and plain values in
+The list is fixed: the functions `_apply_gate` and `act_fn` (a module counts as its class), flags, and plain values in
 `vars` of the module and of `act_fn`. All are constants, functions or classes, which torch.compile can guard.
 """
 
@@ -31,7 +31,7 @@ def _attribute(owner: Any, name: str) -> Any:
 
 
 def attributes(module: nn.Module) -> Attributes:
-    """The listed attributes with their present values; `training` and private names are left out."""
+    """The listed attributes with their present values, without `training` and private names."""
     listed = [("", name) for name in ("_apply_gate", "act_fn", *_FLAGS)]
     act_fn = getattr(module, "act_fn", None)
     if isinstance(act_fn, nn.Module):

@@ -1,4 +1,4 @@
-"""Describe an experts module of Hugging Face Transformers: activation, weight layouts, biases."""
+"""Describes an experts module of Hugging Face Transformers: activation, weight layouts, biases."""
 
 import contextlib
 import functools
@@ -162,5 +162,5 @@ def described(module: nn.Module, *, again: bool = False) -> Experts:
     description = getattr(module, _ATTRIBUTE, None)
     if again or description is None or not unchanged(module, description.attributes):
         description = _describe(module)
-    made = Activation if torch.compiler.is_dynamo_compiling() else _cached_activation
-    return Experts(made(*description.activation), *description.others)
+    make_activation = Activation if torch.compiler.is_dynamo_compiling() else _cached_activation
+    return Experts(make_activation(*description.activation), *description.others)

@@ -1,9 +1,9 @@
-"""Recognise the activation that a gate function computes by evaluating it.
+"""Recognises the activation that a gate function computes by evaluating it.
 
 A class name is not enough: classes of one name differ in clamping and in the order of gate and up columns. So the
 function is evaluated in float64 at points on both sides of every number that it may use as a limit. It is recognised
-if its values and gradients equal those of one `Activation`, and if bfloat16 inputs and a single row give the same
-function. A function that reads other tensors or draws random numbers is refused.
+if its values and gradients equal those of one `Activation`, also for bfloat16 inputs and for a single row. A function
+that reads other tensors or draws random numbers is refused.
 """
 
 import contextlib
@@ -45,7 +45,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 class NotAnActivation(Exception):
-    """The function is no `Activation`. The text continues a sentence after the function's name."""
+    """The function is no `Activation`. The message continues a sentence that begins with the function's name."""
 
 
 class Found(NamedTuple):
@@ -184,7 +184,7 @@ def _check_invariance(
     row: Callable[..., np.ndarray],
     expected: Callable[..., np.ndarray],
 ) -> None:
-    """The function must not depend on the dtype or on the number of rows.
+    """Checks that the function does not depend on the dtype or on the number of rows.
 
     Args:
       function: has the values of `act` for float64 inputs of many rows.

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "experts/block_scale.h"
-#include "experts/cuda/ops/hidden_gradient.h"
+#include "experts/cuda/ops/intermediate_gradient.h"
 #include "experts/cuda/ops/rows_product.h"
 #include "experts/cuda/ops/up.h"
 
@@ -43,7 +43,7 @@ struct Fp8RowsProduct : RowsProduct {
   Fp8Rows x8;
   Fp8Weights w8;
 };
-struct Fp8HiddenGradient : HiddenGradient {
+struct Fp8IntermediateGradient : IntermediateGradient {
   Fp8Rows d_y8;  // gathered
   Fp8Weights w8;
   Fp8Output dh8;  // [R, P, F], gate before up; or none

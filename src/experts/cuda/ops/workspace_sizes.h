@@ -35,8 +35,8 @@ inline size_t fp8_rows_bytes(int64_t R, int64_t columns) {
 }
 
 // Upper bound on the partial sums of <da', a>: every kernel sums over 128 columns or more.
-constexpr int64_t most_dot_parts(int64_t F) { return (F + 127) / 128; }
-constexpr size_t dots_bytes(int64_t R, int64_t F) { return static_cast<size_t>(most_dot_parts(F) * R) * sizeof(float); }
+constexpr int64_t max_dot_parts(int64_t F) { return (F + 127) / 128; }
+constexpr size_t dots_bytes(int64_t R, int64_t F) { return static_cast<size_t>(max_dot_parts(F) * R) * sizeof(float); }
 
 // Partial sums of a bias gradient: one per kBiasRows rows of an expert, and at most one shorter one per expert.
 constexpr int kBiasRows = 512;

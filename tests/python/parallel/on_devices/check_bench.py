@@ -22,9 +22,9 @@ def test_the_layer_on_all_ranks_is_the_layer(transport):
         given = mesh_jax.operands(mesh, parallel, SHAPE, "float32")
         assert given.x.shape == (SHAPE.T * mesh.size, SHAPE.D)
         assert given.w_in.addressable_shards[0].data.shape[0] == SHAPE.E // mesh.size
-        got = jax.jit(layer_jax.both(mesh_jax.layer(parallel), SHAPE.K))(*given)
+        got = jax.jit(layer_jax.passes(mesh_jax.layer(parallel), SHAPE.K)["both"])(*given)
     alone = layer_jax.Operands(*(None if a is None else jax.numpy.asarray(np.asarray(a)) for a in given))
-    want = layer_jax.both(layer_jax.LAYERS["jax"], SHAPE.K)(*alone)
+    want = layer_jax.passes(layer_jax.LAYERS["jax"], SHAPE.K)["both"](*alone)
     for name, mine, theirs in zip(NAMES, got, want, strict=True):
         assert_close(mine, theirs, 2e-6 if name == "output" else 1e-5, name)
 
@@ -49,7 +49,8 @@ def test_what_is_timed_with_fp8(by, monkeypatch):
         return layer(*operands, parallel=parallel, **options)
 
     layer = mesh_jax.moe
-    monkeypatch.setattr(mesh_jax, "moe", moe)
+    for module in (mesh_jax, layer_jax):
+        monkeypatch.setattr(module, "moe", moe)
     wide = SHAPE._replace(D=128, F=128)
     assert 0 < mesh_jax.measure_layer(wide, "float32", by, "ring", None, 2)[1].seconds
     assert set(given) == {("fp8", by == "fp8-exchange")}

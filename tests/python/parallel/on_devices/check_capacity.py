@@ -1,4 +1,4 @@
-"""Capacity: dropped assignments, their counts, and results and gradients of the others."""
+"""Capacity: which assignments are dropped, their counts, and results and gradients of the others."""
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ T, E, K, D, F = 64, 8, 3, 8, 16
     "expert,data,capacity_factor,align_size,dtype",
     [(4, 2, 0.5, 0, "float32"), (8, 1, 1.0, 8, "bfloat16"), (4, 2, 1.3, 0, "float32")],
 )
-def test_drops_are_those_of_the_rule_and_gradients_those_of_the_rest(
+def test_drops_follow_the_rule_and_gradients_are_those_of_the_other_assignments(
     transport, expert, data, capacity_factor, align_size, dtype
 ):
     mesh = mesh_of(data=data, expert=expert)

@@ -26,7 +26,7 @@ def check(mesh, parallel, arrays, **options):
     "expert,data,dtype", [(1, 8, "float32"), (2, 4, "bfloat16"), (4, 2, "float32"), (8, 1, "bfloat16")]
 )
 def test_meshes(transport, expert, data, dtype):
-    """16 experts: 16 to 2 per rank; aligned rows; experts without a token, and therefore ranks without one."""
+    """16 experts, 2 to 16 per rank; aligned rows; experts and ranks without tokens."""
     mesh = mesh_of(data=data, expert=expert)
     parallel = Parallel(expert_axis="expert", data_axes="data", transport=transport)
     arrays = operands(64, 16, 3, 16, 24, dtype=dtype, bias=True, skew=3.0, cold=5)
@@ -108,7 +108,7 @@ def test_few_and_many_experts_a_rank(transport, experts, topk):
 
 @pytest.mark.parametrize("transport, weight_early", [*((name, False) for name in TRANSPORTS), ("ragged", True)])
 def test_one_rank_gets_everything_and_one_nothing(transport, weight_early):
-    """All assignments, some tokens' more than two, go to the two experts of rank 2 and fill the buffers."""
+    """All assignments, also more than two of a token, go to the two experts of rank 2 and fill the buffers."""
     forced = np.random.default_rng(1).integers(4, 6, (32, 3)).astype(np.int32)
     forced[20:22] = -1
     parallel = Parallel(expert_axis="expert", transport=transport)

@@ -15,7 +15,7 @@ EVERY_AXIS = dict(expert_axis="expert", data_axes="data", fsdp_axes="data", tens
 OPTIONS = dict(activation="silu", fp8_scales="float32")
 
 
-def made(dtype="bfloat16"):
+def make_operands(dtype="bfloat16"):
     """Operands of a layer with float32 matrices and an expert without tokens."""
     arrays = routed_operands(64, 8, 2, 256, 256, dtype=dtype, bias=True)
     arrays["experts"] = np.where(arrays["experts"] == 5, 6, arrays["experts"])
@@ -31,15 +31,17 @@ def made(dtype="bfloat16"):
 )
 def test_every_kind_of_parallelism(transport, axis_type, layouts):
     mesh, parallel = mesh_of(axis_type, data=2, expert=2, tensor=2), Parallel(**EVERY_AXIS, transport=transport)
-    of_layouts = dict(zip(("w_in_layout", "w_out_layout"), layouts, strict=False))
+    layout_options = dict(zip(("w_in_layout", "w_out_layout"), layouts, strict=False))
     with jax.set_mesh(mesh):
-        check_routed(made(), put=placed(mesh, parallel, *layouts), parallel=parallel, **OPTIONS, **of_layouts)
+        check_routed(
+            make_operands(), put=placed(mesh, parallel, *layouts), parallel=parallel, **OPTIONS, **layout_options
+        )
 
 
-def test_experts_that_are_quantised_where_they_are(axis_type):
+def test_experts_are_quantised_in_their_shards(axis_type):
     """Weights are quantised in the shards of `parallel`; the layer on a mesh returns the bits of one device."""
     mesh, parallel = mesh_of(axis_type, data=2, expert=2, tensor=2), Parallel(**EVERY_AXIS, transport="all_to_all")
-    arrays = made("float32")
+    arrays = make_operands("float32")
     place = placed(mesh, parallel)
     whole = quantize_experts(arrays["w_in"], arrays["w_out"])
     with jax.set_mesh(mesh):
@@ -57,12 +59,14 @@ def test_tokens_in_shards_and_experts_on_every_device(axis_type):
     tokens = ("x", "experts", "weights", "output")
     with around(mesh):
         check_routed(
-            made(), put=lambda name, array: put(mesh, array, *([("b", "a")] if name in tokens else [])), **OPTIONS
+            make_operands(),
+            put=lambda name, array: put(mesh, array, *([("b", "a")] if name in tokens else [])),
+            **OPTIONS,
         )
 
 
 @pytest.mark.parametrize(("axis", "width"), [("fsdp_axes", "D"), ("tensor_axis", "F")])
-def test_a_block_must_not_be_spread(axis, width):
+def test_a_block_must_not_be_split(axis, width):
     mesh = mesh_of(data=4, expert=2)
     if axis == "fsdp_axes":
         parallel = Parallel(data_axes="data", fsdp_axes="data", mesh=mesh)

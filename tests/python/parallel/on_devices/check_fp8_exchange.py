@@ -25,7 +25,7 @@ transports = pytest.mark.parametrize("transport", ["ring", "all_to_all", "ragged
 scales = pytest.mark.parametrize("fp8_scales", ["float32", "power_of_two"])
 
 
-def made(dtype="bfloat16", **options):
+def make_operands(dtype="bfloat16", **options):
     """Operands of a layer with float32 matrices, an expert without tokens and one that half of the tokens select."""
     arrays = routed_operands(64, 8, 2, 256, 256, dtype=dtype, **{"bias": True} | options)
     experts = np.where(arrays["experts"] == 5, 6, arrays["experts"])
@@ -42,14 +42,14 @@ def test_every_kind_of_parallelism(transport):
     options = dict(activation="silu", fp8_scales="float32", weight_early=early)
     options |= dict(zip(("w_in_layout", "w_out_layout"), layouts, strict=False))
     with jax.set_mesh(mesh):
-        check_routed(made(), put=placed(mesh, parallel, *layouts), parallel=parallel, sent=True, **options)
+        check_routed(make_operands(), put=placed(mesh, parallel, *layouts), parallel=parallel, sent=True, **options)
 
 
 @transports
 def test_drops_of_bounded_buffers(transport):
     mesh = mesh_of(data=2, expert=4)
     parallel = Parallel(**SENT, transport=transport, capacity_factor=0.8)
-    arrays = made("float32", bias=False)
+    arrays = make_operands("float32", bias=False)
     arrays["experts"] = np.maximum(arrays["experts"], 0)
     kept, dropped = kept_and_dropped(arrays, {"forced_experts": arrays["experts"]}, parallel, 4, 2)
     assert dropped.sum() > 10
@@ -64,7 +64,7 @@ def test_drops_of_bounded_buffers(transport):
 @scales
 def test_only_weight_gradients_differ_from_an_unquantised_exchange(transport, fp8_scales):
     """All bits are equal, also with a block of NaN, an infinity and a row of zeros among the tokens."""
-    mesh, arrays = mesh_of(data=2, expert=4), made(bias=False)
+    mesh, arrays = mesh_of(data=2, expert=4), make_operands(bias=False)
     arrays["x"][3, 130], arrays["x"][9, 7], arrays["x"][20] = np.nan, -np.inf, 0
     found = []
     for fp8_exchange in (False, True):
@@ -72,12 +72,15 @@ def test_only_weight_gradients_differ_from_an_unquantised_exchange(transport, fp
         options = dict(precision="fp8", fp8_scales=fp8_scales, parallel=parallel)
         with jax.set_mesh(mesh):
             found.append(run_routed(arrays, put=placed(mesh, parallel), **options)[:2])
-    (want, of_want), (got, of_got) = found
+    (want, want_gradients), (got, got_gradients) = found
     assert np.isnan(np.asarray(want[0], np.float32)).any(axis=1).sum() == 2
-    for name, w, g in (("output", want[0], got[0]), *((n, of_want[n], of_got[n]) for n in ("x", "weights"))):
+    for name, w, g in (
+        ("output", want[0], got[0]),
+        *((n, want_gradients[n], got_gradients[n]) for n in ("x", "weights")),
+    ):
         np.testing.assert_array_equal(np.asarray(g, np.float32), np.asarray(w, np.float32), err_msg=name)
     for name in ("w_in", "w_out"):
-        w, g = (np.asarray(of[name], np.float64) for of in (of_want, of_got))
+        w, g = (np.asarray(of[name], np.float64) for of in (want_gradients, got_gradients))
         np.testing.assert_array_equal(np.isfinite(g), np.isfinite(w), err_msg=name)
         finite = np.isfinite(w)
         error = np.linalg.norm((g - w)[finite]) / np.linalg.norm(w[finite])
@@ -86,7 +89,7 @@ def test_only_weight_gradients_differ_from_an_unquantised_exchange(transport, fp
 
 @scales
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_a_message_brings_every_bit_and_is_read_within_its_bound(dtype, fp8_scales):
+def test_a_message_preserves_every_bit_and_dequantises_within_its_bound(dtype, fp8_scales):
     rng = np.random.default_rng(0)
     x = rng.standard_normal((40, 384)) * np.exp(rng.uniform(-9, 4, (40, 1))) * np.exp2(rng.integers(-14, 1, (40, 384)))
     x[0, :5], x[1, 128:256], x[2, 300], x[3, 0] = 0.0, 0.0, np.nan, np.inf
@@ -106,18 +109,18 @@ def test_a_message_brings_every_bit_and_is_read_within_its_bound(dtype, fp8_scal
     whole = np.isfinite(exact).all(axis=2, keepdims=True)
     assert (np.isnan(read) == ~whole).all()
     largest = np.where(whole, np.abs(exact).max(axis=2, keepdims=True, initial=0), 0)
-    of_dtype = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
+    rounding = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
     smallest = {"float16": 2.0**-25}.get(dtype, 2.0**-126)  # half a step of the subnormals
     near_zero = 2.0**-10 * largest / (448 if number == 0 else 224)
     bound = np.maximum(2.0**-4 * np.abs(exact), near_zero) * (1 + 2.0**-20)
-    bound += of_dtype * (np.abs(exact) + bound) + smallest
+    bound += rounding * (np.abs(exact) + bound) + smallest
     assert np.where(whole, np.abs(read - exact) <= bound, True).all()
 
 
 def test_traffic_of_a_program_is_that_of_the_transport_choice():
     """Forward sends one message of 33/32 bytes per element; backward sends one each for x and its cotangent."""
     P, T, D, E, K = 4, 16, 256, 8, 2
-    arrays, mesh = made(bias=False), mesh_of(expert=P)
+    arrays, mesh = make_operands(bias=False), mesh_of(expert=P)
     given = [arrays[name] for name in ("x", "experts", "weights", "w_in", "w_out")]
     bounds = Bounds(P, E, 0, T, K, K, None, "expert")
     # A rank contributes one part to a gather; the result of an all_to_all is one part.
@@ -146,7 +149,7 @@ def test_traffic_of_a_program_is_that_of_the_transport_choice():
 
 def test_no_tokens_at_all():
     mesh = mesh_of(data=2, expert=4)
-    arrays = made("float32")
+    arrays = make_operands("float32")
     arrays |= {name: arrays[name][:0] for name in ("x", "experts", "weights")}
     for transport in ("ring", "all_to_all", "ragged"):
         parallel = Parallel(**SENT, transport=transport)
@@ -158,7 +161,7 @@ def test_no_tokens_at_all():
         assert not any(np.asarray(gradient).any() for gradient in gradients.values())
 
 
-def test_the_router_is_as_without():
+def test_the_router_reads_unquantised_tokens():
     """The losses and the gate of `moe` read unquantised tokens."""
     mesh, arrays = mesh_of(data=2, expert=4), operands(64, 8, 2, 256, 256, skew=2.0, cold=1)
     given = [arrays[name] for name in ("x", "gate", "w_in", "w_out")]
@@ -174,14 +177,14 @@ def test_the_router_is_as_without():
             return jnp.sum(jnp.sin(result.output)) + result.aux_loss + result.z_loss
 
         found.append(jax.jit(jax.value_and_grad(loss, (0, 1, 2)))(*given))
-    (want, of_want), (got, of_got) = found
+    (want, want_gradients), (got, got_gradients) = found
     assert want == got
-    for w, g in zip(of_want[:2], of_got[:2], strict=True):
+    for w, g in zip(want_gradients[:2], got_gradients[:2], strict=True):
         np.testing.assert_array_equal(g, w)
-    assert not np.array_equal(of_got[2], of_want[2])
+    assert not np.array_equal(got_gradients[2], want_gradients[2])
 
 
-def test_where_it_makes_no_sense_it_is_refused():
+def test_fp8_exchange_without_fp8_or_an_exchange_is_refused():
     mesh, arrays = mesh_of(expert=8), operands(16, 8, 1, 128, 128)
     given = [arrays[name] for name in ("x", "gate", "w_in", "w_out")]
     parallel = Parallel(expert_axis="expert", fp8_exchange=True, mesh=mesh)

@@ -31,7 +31,7 @@ def test_output_losses_and_every_gradient(axis_type, spec, dtype):
 
 
 def test_float32_weights_of_a_bfloat16_layer(axis_type):
-    """Their gradients are sums over the shards without a rounding to bfloat16."""
+    """The weights' gradients are sums over the shards without a rounding to bfloat16."""
     arrays = operands(64, 7, 3, 24, 40, dtype="bfloat16", bias=True, skew=2.0, cold=2)
     mesh = mesh_of(axis_type, a=4, b=2)
     place = shard(mesh, ("b", "a"))

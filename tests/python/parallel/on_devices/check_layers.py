@@ -103,7 +103,7 @@ def test_linen_has_the_same_output_and_gradients(parallel):
     assert_trees_close(got, want, rtol=1e-5, atol=1e-5)
 
 
-def test_linen_makes_its_parameters_in_their_shards():
+def test_linen_creates_its_parameters_in_their_shards():
     """Created and unboxed in one compiled function by Flax's logical axis rules; gradients have the same sharding."""
     mesh = mesh_of(AxisType.Auto, data=2, expert=4)
     parallel = Parallel(expert_axis="expert", data_axes="data", fsdp_axes="data", mesh=mesh)

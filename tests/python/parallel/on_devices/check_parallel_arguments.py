@@ -54,8 +54,8 @@ CALLS = [
 ]
 
 
-def test_counts_of_all_shards_that_int32_does_not_hold():
-    """Traced alone: 2^29 tokens with 2 experts on each of 4 devices."""
+def test_counts_of_all_shards_beyond_int32_are_an_error():
+    """The program, with 2^29 tokens of 2 experts on each of 4 devices, is only traced."""
     arrays = _arguments(D=1)
     arrays["x"] = jax.ShapeDtypeStruct((2**31, 1), arrays["x"].dtype)
 
@@ -73,7 +73,7 @@ def test_shapes_and_meshes_that_are_refused(fields, sizes, message):
         jax.jit(lambda a: moe(**a, topk=2, parallel=Parallel(**fields)))(_arguments(**sizes))
 
 
-def test_no_mesh_in_sight():
+def test_a_missing_mesh_is_an_error():
     with pytest.raises(ValueError, match=r"mesh: got none, expected parallel.mesh, or the call under jax.set_mesh"):
         moe(**_arguments(), topk=2, parallel=Parallel(expert_axis="a"))
 
@@ -84,7 +84,7 @@ def test_another_mesh_than_that_of_the_context():
         moe(**_arguments(), topk=2, parallel=parallel)
 
 
-def test_explicit_shardings_that_are_others():
+def test_other_explicit_shardings_are_refused():
     mesh, arguments = mesh_of(AxisType.Explicit, a=4, b=2), _arguments()
     parallel = Parallel(expert_axis="a", data_axes="b")
 
@@ -121,7 +121,7 @@ def test_inside_a_shard_map_over_the_whole_mesh():
 
 
 def test_automatic_axes_inside_a_shard_map_over_others():
-    """XLA does not tell how tokens are sharded there, and would gather them."""
+    """XLA does not report how tokens are sharded over these axes, and would gather them."""
     mesh, arguments = mesh_of(stage=2, a=4), _arguments()
     stage = jax.shard_map(
         lambda a: moe(**a, topk=2).output, mesh=mesh, in_specs=P(), out_specs=P(), axis_names={"stage"}, check_vma=False

@@ -90,7 +90,7 @@ TOKENS = {
 }
 
 
-def holey_experts(shape):
+def experts_with_holes(shape):
     """Experts with an unused one, a popular one, -1 and wrong indices."""
     rng = np.random.default_rng(6)
     experts = np.minimum(rng.integers(0, 2 * E, (T, K)), E - 1)
@@ -112,7 +112,7 @@ def pieces(options, experts, x, weights, d_out):
 @functools.cache
 def pieces_on_one_device(shape, name):
     """The operands and the fields of a plan."""
-    arrays = (holey_experts(shape), X.reshape(*shape, D), normal(*shape, K), D_OUT.reshape(*shape, D))
+    arrays = (experts_with_holes(shape), X.reshape(*shape, D), normal(*shape, K), D_OUT.reshape(*shape, D))
     return arrays, jax.jit(functools.partial(pieces, PLANS[name]))(*arrays)
 
 
@@ -147,7 +147,7 @@ def test_rows_of_other_dtypes(axis_type):
 def test_positions_of_several_sequences_are_refused(axis_type):
     """The rows of a shard would interleave with those of others."""
     mesh = mesh_of(axis_type, a=8)
-    experts = holey_experts((8, 8))
+    experts = experts_with_holes((8, 8))
     with pytest.raises((ValueError, jax.errors.JaxRuntimeError), match="experts: got a sharding of token dimension 1"):
         jax.jit(lambda e: plan(e, E))(put(mesh, experts, None, "a"))
 
@@ -179,7 +179,7 @@ CALLS = {
 @pytest.mark.parametrize("name", CALLS)
 def test_sharded_rows_are_refused_with_advice(axis_type, name):
     """Rows are numbered over all tokens, so sharded rows would need a gather that no one requested."""
-    argument, function, array, of_xla = CALLS[name]
+    argument, function, array, xla_error = CALLS[name]
     mesh = mesh_of(axis_type, a=8)
     whole = jax.jit(function)(put(mesh, array))
     assert_trees_close(whole, jax.jit(function)(array))
@@ -187,6 +187,6 @@ def test_sharded_rows_are_refused_with_advice(axis_type, name):
     with pytest.raises(ValueError, match=f"^{argument}: got {got}.*{name}"):
         function(put(mesh, array, "a"))
     automatic = axis_type == AxisType.Auto  # inside a program XLA decides, and raises its own error
-    error, words = (jax.errors.JaxRuntimeError, of_xla) if automatic else (ValueError, f"^{argument}: got ")
+    error, words = (jax.errors.JaxRuntimeError, xla_error) if automatic else (ValueError, f"^{argument}: got ")
     with pytest.raises(error, match=words + got):
         jax.jit(function)(put(mesh, array, "a"))

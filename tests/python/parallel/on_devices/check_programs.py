@@ -44,7 +44,7 @@ def test_two_token_dimensions_over_two_axes(transport):
 
 
 def test_fsdp_gathers_just_in_time_and_scatters_gradients():
-    """Either matrix is gathered in both passes, the second time behind a barrier; its gradient is never whole.
+    """Each matrix is gathered in both passes, the second time after a barrier; its gradient is never whole.
 
     The gathers are counted before XLA compiles, because on the CPU it drops the barriers and then merges both gathers.
     """
@@ -161,8 +161,8 @@ KINDS = {
 
 
 @pytest.mark.parametrize("transport", KINDS)
-def test_tokens_travel_by_the_transport_alone(transport):
-    """The transport's collectives, and sums of statistics and of the gate's gradient; in the ring [P T, K] weights."""
+def test_only_the_transport_sends_tokens(transport):
+    """Other collectives are sums of statistics and the gate's gradient, and the ring's gather of weights [P T, K]."""
     parallel = Parallel(expert_axis="expert", transport=transport, mesh=mesh_of(expert=8))
     on_mesh = {name: put(parallel.mesh, array, *parallel.specs()[name]) for name, array in _arguments().items()}
     found = collectives(lambda a: _step(a, parallel=parallel), on_mesh)
@@ -171,7 +171,7 @@ def test_tokens_travel_by_the_transport_alone(transport):
     assert all(size <= on_mesh["x"].shape[0] * 2 for name, size in found if name == "reduce-scatter")
 
 
-def test_ragged_is_the_native_collective_but_on_the_cpu():
+def test_ragged_is_the_native_collective_except_on_the_cpu():
     """The program for GPUs sends rows by ragged_all_to_all, and gathers only sizes and weights."""
     parallel = Parallel(expert_axis="expert", transport="ragged", mesh=mesh_of(expert=8))
     traced = jax.jit(lambda a: _step(a, parallel=parallel)).trace(_arguments())

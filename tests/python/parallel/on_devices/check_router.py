@@ -142,7 +142,7 @@ def test_selected_experts_of_a_map(axis_type):
 
 
 def test_inside_a_shard_map(axis_type):
-    """Statistics inside are the shard's; their sum over the mesh, and losses of it, are the batch's."""
+    """Statistics inside are those of the shard; their sum over the mesh, and losses of the sum, are the batch's."""
 
     def shards(logits, d_weights, mask, bias):
         routing = route(logits, K, score_function="sigmoid", expert_bias=bias, token_mask=mask)

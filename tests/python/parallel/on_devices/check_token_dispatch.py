@@ -53,13 +53,13 @@ def test_rows_of_every_shard_are_its_own(axis_type, shards, axes, align):
     assert output.shape[0] == (n if align is None else (n + E * (align - 1)) // align * align)
     usable = rows if align is None else rows // align * align
     for i, (one_x, one_map, one_probs) in enumerate(zip(*divided(shards), strict=True)):
-        of_shard = slice(i * rows, (i + 1) * rows)
+        shard_rows = slice(i * rows, (i + 1) * rows)
         own = token_dispatch(one_x, one_map, usable if align is None else usable - E * (align - 1), one_probs, align)
         found = own.output.shape[0]
         assert found <= rows
-        np.testing.assert_array_equal(output[of_shard][:found], own.output)
-        np.testing.assert_array_equal(permuted[of_shard][:found], own.permuted_probs)
-        assert not np.asarray(output[of_shard])[found:].any()
+        np.testing.assert_array_equal(output[shard_rows][:found], own.output)
+        np.testing.assert_array_equal(permuted[shard_rows][:found], own.permuted_probs)
+        assert not np.asarray(output[shard_rows])[found:].any()
         np.testing.assert_array_equal(row_id_map[i * (T // shards) : (i + 1) * (T // shards), -1], one_map.sum(1))
     assert (pad_offsets is None) == (align is None) and (align is None or not np.asarray(pad_offsets).any())
     assert int(counts.sum()) >= T * K
@@ -127,7 +127,7 @@ def test_leading_dimensions(axis_type):
 
 
 def test_rows_of_another_shard_make_a_token_nan(axis_type):
-    """A map of all tokens that is sharded afterwards is not mistaken for the shards' maps."""
+    """A map of all tokens that is sharded later is not used as if it were the maps of the shards."""
     mesh = mesh_of(axis_type, a=4, b=2)
     whole = token_dispatch(X, MAP, T * K)
     rows, row_id_map = put(mesh, np.asarray(whole.output), "a"), put(mesh, np.asarray(whole.row_id_map), "a")

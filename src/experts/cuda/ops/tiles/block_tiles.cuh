@@ -1,5 +1,5 @@
-// Tile scheduling for whole CTAs, where no queue distributes tiles (hopper/tile_queue.cuh): the first warp schedules
-// and the others wait.
+// Tile scheduling for whole CTAs, without a queue (as in hopper/tile_queue.cuh): the first warp schedules and the
+// others wait.
 #pragma once
 
 #include "core/cuda/warp.cuh"

@@ -18,7 +18,7 @@ class GroupBounds {
     read();
   }
 
-  __device__ int32_t first() const { return first_; }  // group of lane 0
+  __device__ int32_t first() const { return first_; }  // the group of lane 0
   __device__ int32_t begin() const { return begin_; }  // of the lane's group
   __device__ int32_t end() const { return end_; }
 

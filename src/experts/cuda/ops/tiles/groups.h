@@ -12,9 +12,12 @@ struct Groups {
   int32_t R;
 };
 
-// Requires sizes that the host has checked.
+// Requires that E and R fit int32.
 inline Groups groups_of(const int32_t* sizes, int64_t E, int64_t R) {
   return {sizes, static_cast<int32_t>(E), static_cast<int32_t>(R)};
 }
+
+// Upper bound on the tiles of `rows` rows each that cover R rows in E groups. Rows after the groups are one more group.
+constexpr int64_t max_group_row_tiles(int64_t R, int64_t E, int64_t rows) { return (R + rows - 1) / rows + E + 1; }
 
 }  // namespace anabranch::cuda

@@ -17,9 +17,6 @@ struct RowTiles {
   bool skips_rest = false;  // omit tiles of the rows after the groups
 };
 
-// Upper bound on the tiles of `rows` rows each that cover R rows in E groups. Rows after the groups are one more group.
-constexpr int64_t most_row_tiles(int64_t R, int64_t E, int64_t rows) { return (R + rows - 1) / rows + E + 1; }
-
 // Lists tiles in the same order for all CTAs: by expert, and within an expert by place_of(). Used by one whole warp.
 //
 // A cluster of two CTAs takes pairs of tiles, one below the other, and multicasts their weights. If a last row of tiles

@@ -27,20 +27,20 @@ struct Cut {
   int32_t count;
   int32_t length;
 
-  __device__ Cut(int32_t rows, int32_t most) {
-    const int32_t least = max((rows + most - 1) / most, 1);
-    length = round_up((rows + least - 1) / least, kBlockK);
+  __device__ Cut(int32_t rows, int32_t max_length) {
+    const int32_t min_count = max((rows + max_length - 1) / max_length, 1);
+    length = round_up((rows + min_count - 1) / min_count, kBlockK);
     count = length == 0 ? 1 : (rows + length - 1) / length;
   }
-  __device__ int length_class(int32_t most) const {
-    return kLengths - 1 - static_cast<int>(static_cast<int64_t>(length) * (kLengths - 1) / most);
+  __device__ int length_class(int32_t max_length) const {
+    return kLengths - 1 - static_cast<int>(static_cast<int64_t>(length) * (kLengths - 1) / max_length);
   }
 };
 
 // Calls visit(expert, begin, end, cut, index of the first partial sum, index of the split) for every group, with one
 // thread per group. Returns the number of partial sums (low half) and splits (high half).
 template <class Visit>
-__device__ int64_t for_each_group(const Groups& groups, int32_t most, const Visit& visit) {
+__device__ int64_t for_each_group(const Groups& groups, int32_t max_length, const Visit& visit) {
   int64_t rows_before = 0;
   int64_t parts_before = 0;
   for (int64_t first = 0; first < groups.E; first += blockDim.x) {
@@ -52,7 +52,7 @@ __device__ int64_t for_each_group(const Groups& groups, int32_t most, const Visi
     rows_before += total;
     const auto begin = static_cast<int32_t>(min(before, static_cast<int64_t>(groups.R)));
     const auto end = static_cast<int32_t>(min(before + size, static_cast<int64_t>(groups.R)));
-    const Cut cut(end - begin, most);
+    const Cut cut(end - begin, max_length);
     const int64_t own_parts = is_group && cut.count > 1 ? int64_t{1} << 32 | cut.count : 0;
     const int64_t parts = parts_before + sum_before(own_parts, &total);
     parts_before += total;
@@ -65,15 +65,16 @@ __device__ int64_t for_each_group(const Groups& groups, int32_t most, const Visi
 }
 
 // Runs in one CTA. Counts the segments of each length class, then assigns every group its positions in the list.
-__global__ void __launch_bounds__(kMaxThreads) list_segments(Groups groups, int32_t most, SegmentList list) {
+__global__ void __launch_bounds__(kMaxThreads) list_segments(Groups groups, int32_t max_length, SegmentList list) {
   __shared__ int32_t places[kLengths];  // number of segments per class, then the next free position
   wait_for_previous_kernel();
   let_next_kernel_start();
   if (warp_index() == 0) places[lane_index()] = 0;
   __syncthreads();
-  const int64_t parts = for_each_group(groups, most, [&](int32_t, int32_t, int32_t, const Cut& cut, int32_t, int32_t) {
-    atomicAdd(places + cut.length_class(most), cut.count);
-  });
+  const int64_t parts =
+      for_each_group(groups, max_length, [&](int32_t, int32_t, int32_t, const Cut& cut, int32_t, int32_t) {
+        atomicAdd(places + cut.length_class(max_length), cut.count);
+      });
   __syncthreads();
   if (warp_index() == 0) {
     const int32_t own = places[lane_index()];
@@ -87,15 +88,16 @@ __global__ void __launch_bounds__(kMaxThreads) list_segments(Groups groups, int3
     if (lane_index() == kWarp - 1) *list.counts = {end, static_cast<int32_t>(parts >> 32), 0};
   }
   __syncthreads();
-  for_each_group(
-      groups, most, [&](int32_t expert, int32_t begin, int32_t end, const Cut& cut, int32_t partial, int32_t split) {
-        const int32_t place = atomicAdd(places + cut.length_class(most), cut.count);
-        for (int32_t i = 0; i < cut.count; ++i) {
-          const int32_t row = begin + i * cut.length;
-          list.segments[place + i] = {expert, row, min(row + cut.length, end), cut.count == 1 ? kWhole : partial + i};
-        }
-        if (cut.count > 1) list.splits[split] = {expert, partial, cut.count};
-      });
+  for_each_group(groups, max_length,
+                 [&](int32_t expert, int32_t begin, int32_t end, const Cut& cut, int32_t partial, int32_t split) {
+                   const int32_t place = atomicAdd(places + cut.length_class(max_length), cut.count);
+                   for (int32_t i = 0; i < cut.count; ++i) {
+                     const int32_t row = begin + i * cut.length;
+                     list.segments[place + i] = {expert, row, min(row + cut.length, end),
+                                                 cut.count == 1 ? kWhole : partial + i};
+                   }
+                   if (cut.count > 1) list.splits[split] = {expert, partial, cut.count};
+                 });
 }
 
 constexpr int kAddThreads = 256;
@@ -162,8 +164,8 @@ ab_status find_segments(const Groups& groups, const SegmentBounds& bounds, const
                 list);
 }
 
-ab_status add_partials(const SegmentList& list, int64_t elements, void* out, int32_t dtype, bool accumulates,
-                       int multiprocessors, cudaStream_t stream) {
+ab_status add_segment_sums(const SegmentList& list, int64_t elements, void* out, int32_t dtype, bool accumulates,
+                           int multiprocessors, cudaStream_t stream) {
   const Launch shape{int64_t{kAddBlocks} * multiprocessors, kAddThreads, 0, stream, true};
   constexpr int kVector = 8;
   const bool in_vectors = address(out) % kAccessBytes == 0 && elements % kVector == 0;

@@ -1,5 +1,5 @@
-// Segments of weight gradients. Their sums run over the rows of a group. Long groups are split into segments whose sums
-// are computed separately and added afterwards in a fixed order. No group keeps one CTA busy for long, and results are
+// Segments of weight gradients, whose sums run over the rows of a group. Long groups are split into segments whose sums
+// are computed separately and added afterwards in a fixed order. So no group occupies one CTA for long, and results are
 // bitwise reproducible. The split depends only on group sizes and static shapes.
 #pragma once
 
@@ -31,8 +31,8 @@ ab_status find_segments(const Groups& groups, const SegmentBounds& bounds, const
                         cudaStream_t stream);
 
 // Enqueues out [E, D, N] = sum of partial sums, for experts with several segments. accumulates: adds to `out`.
-ab_status add_partials(const SegmentList& list, int64_t elements, void* out, int32_t dtype, bool accumulates,
-                       int multiprocessors, cudaStream_t stream);
+ab_status add_segment_sums(const SegmentList& list, int64_t elements, void* out, int32_t dtype, bool accumulates,
+                           int multiprocessors, cudaStream_t stream);
 
 // Enqueues a weight gradient. launch(bounds, list) must enqueue the kernel that sums each segment. workspace:
 // weight_gradient_bytes(R, E, D, N) bytes.
@@ -44,7 +44,7 @@ ab_status sum_in_segments(const WeightGradient& g, void* workspace, int multipro
   AB_RETURN_IF_ERROR(find_segments(groups_of(g.group_sizes, g.E, g.R), bounds, list, stream));
   AB_RETURN_IF_ERROR(launch(bounds, list));
   if (bounds.partials == 0) return ok();
-  return add_partials(list, g.D * g.N, g.d_w.data, g.d_w.dtype, g.accumulates, multiprocessors, stream);
+  return add_segment_sums(list, g.D * g.N, g.d_w.data, g.d_w.dtype, g.accumulates, multiprocessors, stream);
 }
 
 }  // namespace anabranch::cuda

@@ -8,13 +8,13 @@
 namespace anabranch::cuda {
 
 template <class Word>
-void load_if(bool there, const Word* from, Word* word) {
-  if (there) *word = *from;
+void load_if(bool condition, const Word* from, Word* word) {
+  if (condition) *word = *from;
 }
-inline uint4 load_of_stream(const uint4* from) { return *from; }
+inline uint4 load_streaming(const uint4* from) { return *from; }
 template <class Word>
-void store_if(bool there, Word* to, const Word& word) {
-  if (there) *to = word;
+void store_if(bool condition, Word* to, const Word& word) {
+  if (condition) *to = word;
 }
 inline void prefetch_if(bool, const void*) {}
 template <class Word>

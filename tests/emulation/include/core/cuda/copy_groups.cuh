@@ -8,13 +8,13 @@
 namespace anabranch::cuda {
 
 inline void copy_async_16(uint32_t to, const void* source) { emulation::start_copy(to, source, 16, 16); }
-inline void copy_async_16(uint32_t to, const void* source, bool is_there) {
-  emulation::start_copy(to, source, is_there ? 16 : 0, 16);
+inline void copy_async_16(uint32_t to, const void* source, bool condition) {
+  emulation::start_copy(to, source, condition ? 16 : 0, 16);
 }
 template <int kBytes>
-void copy_async(uint32_t to, const void* source, bool is_there) {
+void copy_async(uint32_t to, const void* source, bool condition) {
   static_assert(kBytes == 4 || kBytes == 8);
-  emulation::start_copy(to, source, is_there ? kBytes : 0, kBytes);
+  emulation::start_copy(to, source, condition ? kBytes : 0, kBytes);
 }
 inline void end_copy_group() { emulation::end_group(); }
 template <int kPending>

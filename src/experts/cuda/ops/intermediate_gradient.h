@@ -16,7 +16,7 @@ namespace anabranch::cuda {
 //     da' = d_y W_out[e]^T;  dh = phi'(h) w da';  weighted_a = w a;  <da', a> = the sum of dots[:, r].
 //
 // Padding rows and rows after the groups are zero.
-struct HiddenGradient {
+struct IntermediateGradient {
   FfnSizes s;
   RowMap map;
   const int32_t* group_sizes = nullptr;  // [E], on the device

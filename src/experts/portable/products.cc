@@ -4,7 +4,7 @@
 
 #include "core/tensor.h"
 #include "experts/cuda/ops/counts.h"
-#include "experts/cuda/ops/tiles/row_tile_scheduler.cuh"
+#include "experts/cuda/ops/tiles/groups.h"
 #include "experts/cuda/ops/tiles/segments.h"
 #include "experts/portable/launchers.h"
 #include "experts/portable/tile_choice.h"
@@ -16,7 +16,7 @@ int64_t tiles_of(int64_t size, int64_t tile) { return (size + tile - 1) / tile; 
 
 // Number of tiles of a GEMM over rows with the smallest tiles.
 int64_t tiles_over_rows(int64_t R, int64_t E, int64_t columns) {
-  return most_row_tiles(R, E, SmallTile::kRows) * tiles_of(columns, kTileColumns / 2);
+  return max_group_row_tiles(R, E, SmallTile::kRows) * tiles_of(columns, kTileColumns / 2);
 }
 
 SegmentBounds bounds_of(const WeightGradient& g) { return bound_segments(g.R, g.E, g.D, g.N); }
@@ -63,7 +63,7 @@ ab_status check(const RowsProduct& p) {
                        {"tiles of y", tiles_over_rows(p.R, p.E, p.N)}});
 }
 
-ab_status check(const HiddenGradient& g) {
+ab_status check(const IntermediateGradient& g) {
   const FfnSizes& s = g.s;
   return check_counts({{"R", s.R},
                        {"E", s.E},
@@ -80,7 +80,7 @@ ab_status check(const WeightGradient& g) {
   return check_counts({{"tiles of d_w", all_tiles}});
 }
 
-int64_t parts_of_dots(const HiddenGradient& g) { return tiles_of(g.s.F, kTileColumns); }
+int64_t num_dot_parts(const IntermediateGradient& g) { return tiles_of(g.s.F, kTileColumns); }
 
 ab_status launch_gemm(const Up& up, int multiprocessors, cudaStream_t stream) {
   AB_RETURN_IF_ERROR(check(up));
@@ -98,11 +98,11 @@ ab_status launch_gemm(const RowsProduct& p, int multiprocessors, cudaStream_t st
                      });
 }
 
-ab_status launch_gemm(const HiddenGradient& g, int multiprocessors, cudaStream_t stream) {
+ab_status launch_gemm(const IntermediateGradient& g, int multiprocessors, cudaStream_t stream) {
   AB_RETURN_IF_ERROR(check(g));
   return with_kernel(g.h.dtype, g.precision, g.s.R, g.s.E, g.s.F, multiprocessors,
                      [&]<int32_t kDtype, Precision kPrecision, TileChoice kTile>() {
-                       return launch_hidden_gradient<kDtype, kPrecision, kTile>(g, multiprocessors, stream);
+                       return launch_intermediate_gradient<kDtype, kPrecision, kTile>(g, multiprocessors, stream);
                      });
 }
 

@@ -43,7 +43,7 @@ __device__ __forceinline__ void unpack(uint32_t word, float* to) {
   }
 }
 
-// items[i] = element first + i of a row of `count` elements, or `fill` past its end. vectors: all rows start at
+// items[i] = element first + i of a row of `count` elements, or `fill` past its end. vectors: whether all rows start at
 // multiples of 16 bytes and consist of whole 16-byte vectors.
 template <int kItems>
 __device__ __forceinline__ void load_items(const void* row, int32_t dtype, bool vectors, int first, int count,
@@ -100,7 +100,7 @@ __device__ __forceinline__ void load_row(const void* data, int32_t dtype, bool v
   });
 }
 
-// Stores 8 consecutive elements of a row of `count`, starting at `first`.
+// Stores 8 consecutive elements of a row of `count` elements, starting at `first`.
 __device__ __forceinline__ void store_step(void* row, int32_t dtype, bool vectors, int first, int count,
                                            const float (&step)[kStep]) {
   with_float_type(dtype, [&]<class T>(T) {
@@ -160,7 +160,7 @@ struct GenericGradients {
       for (int i = 0; i < kItems; ++i) z[i] = 0.0f;
     }
   }
-  // Loads the cotangents of their auxiliary scores.
+  // Loads the cotangents of the auxiliary scores of these experts.
   __device__ __forceinline__ void read_cotangents(int64_t t, bool unmasked, int segment, float (&g)[kItems]) const {
     if (op.d_aux_scores.data != nullptr && unmasked) {
       load_row<kWarp>(op.d_aux_scores.data, op.d_aux_scores.dtype, call.aux_vectors, t, E, lane, segment, 0.0f, g);
@@ -169,7 +169,7 @@ struct GenericGradients {
     }
   }
 
-  // lse if it is known: dividing by the sum cancels its rounding.
+  // lse serves as the shift if it is known: dividing by the sum cancels its rounding.
   __device__ __forceinline__ float softmax_shift(int64_t t, bool unmasked) const {
     if (op.softmax_rows && op.lse != nullptr) return unmasked ? op.lse[t] * kLog2E : 0.0f;
     if (!op.softmax_rows && !(is_softmax && op.weighted)) return 0.0f;

@@ -29,7 +29,7 @@ bool sizes_fit(std::initializer_list<int64_t> sizes) {
 
 bool is_16_bit(int32_t dtype) { return dtype == AB_BFLOAT16 || dtype == AB_FLOAT16; }
 
-// Rows of k elements consist of whole, aligned 16-byte chunks.
+// Whether rows of k elements consist of whole, aligned 16-byte chunks.
 bool are_aligned_chunks(const void* data, int64_t k) {
   return reinterpret_cast<uintptr_t>(data) % 16 == 0 && k % 8 == 0;
 }

@@ -8,13 +8,13 @@
 namespace anabranch::cuda::portable {
 
 // Rows [R, parts, F], or [R, F, parts].
-struct HiddenLayout {
+struct IntermediateRowLayout {
   int32_t F = 0;
   int32_t parts = 1;
   bool interleaved = false;
 
-  HiddenLayout() = default;
-  explicit HiddenLayout(const FfnSizes& s)
+  IntermediateRowLayout() = default;
+  explicit IntermediateRowLayout(const FfnSizes& s)
       : F(static_cast<int32_t>(s.F)), parts(static_cast<int32_t>(s.P)), interleaved(s.P == 2 && s.layout.interleaved) {}
 
   // In an intermediate row, the gates and ups of kEach adjacent columns of F form two runs of kEach adjacent elements.

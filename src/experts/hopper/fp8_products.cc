@@ -1,6 +1,6 @@
 #include "experts/hopper/fp8_products.h"
 
-#include "experts/hopper/fp8_launch.cuh"
+#include "experts/block_scale.h"
 #include "experts/hopper/launchers.h"
 #include "experts/hopper/limits.h"
 
@@ -13,7 +13,7 @@ constexpr const char* kNotRowsOf16Bit = "rows are float32, not bfloat16 or float
 constexpr const char* kNotCountedScales = "there are 2^32 or more scales";
 
 // Checks both operands. rows: the number of rows, of k elements each.
-const char* why_not_operands(const Fp8Rows& x, int64_t rows, const Fp8Weights& w, int64_t k) {
+const char* operands_unsupported_reason(const Fp8Rows& x, int64_t rows, const Fp8Weights& w, int64_t k) {
   if (rows * (k / kScaleBlock) >= kScaleLimit || w.count >= kScaleLimit) return kNotCountedScales;
   const bool fit = fits_tensor_map(x.values, kPairDtype, k / 2) && fits_tensor_map(w.values, kPairDtype, k / 2);
   return fit ? nullptr : kNotChunks;
@@ -24,41 +24,44 @@ Floats as_16_bit(const void* data, int32_t dtype) { return {const_cast<void*>(da
 
 }  // namespace
 
-const char* why_not(const Fp8Up& up) {
+const char* unsupported_reason(const Fp8Up& up) {
   const FfnSizes& s = up.s;
   const int32_t dtype = up.x.dtype;
   if (!is_16_bit(dtype)) return kNotRowsOf16Bit;
-  const auto hidden = {up.b_in, up.h, as_16_bit(up.a8.values, dtype)};
-  if (const char* why = why_not_fused(s, up.map, as_16_bit(up.x8.values, dtype), hidden)) return why;
-  return why_not_operands(up.x8, up.map.sources(), up.w8, s.D);
+  const auto intermediates = {up.b_in, up.h, as_16_bit(up.a8.values, dtype)};
+  if (const char* reason = fused_unsupported_reason(s, up.map, as_16_bit(up.x8.values, dtype), intermediates))
+    return reason;
+  return operands_unsupported_reason(up.x8, up.map.sources(), up.w8, s.D);
 }
 
-const char* why_not(const Fp8HiddenGradient& g) {
+const char* unsupported_reason(const Fp8IntermediateGradient& g) {
   const FfnSizes& s = g.s;
   const int32_t dtype = g.h.dtype;
   if (!is_16_bit(dtype)) return kNotRowsOf16Bit;
-  const auto hidden = {g.h, g.dh, g.weighted_a, as_16_bit(g.dh8.values, dtype)};
-  if (const char* why = why_not_fused(s, g.map, as_16_bit(g.d_y8.values, dtype), hidden)) return why;
-  return why_not_operands(g.d_y8, g.map.sources(), g.w8, s.D);
+  const auto intermediates = {g.h, g.dh, g.weighted_a, as_16_bit(g.dh8.values, dtype)};
+  if (const char* reason = fused_unsupported_reason(s, g.map, as_16_bit(g.d_y8.values, dtype), intermediates))
+    return reason;
+  return operands_unsupported_reason(g.d_y8, g.map.sources(), g.w8, s.D);
 }
 
-const char* why_not(const Fp8RowsProduct& p) {
+const char* unsupported_reason(const Fp8RowsProduct& p) {
   if (!is_16_bit(p.dtype)) return kNotRowsOf16Bit;
   if (!sizes_fit({p.R, p.E, p.D, p.N}) || !tile_count_fits(p.R, p.E, p.N, kMinTileColumns)) return kNotCounted;
   const bool fit = fits_tensor_map(p.y, p.dtype, p.N) && (p.bias == nullptr || fits_tensor_map(p.bias, p.dtype, p.N));
-  return fit ? why_not_operands(p.x8, p.R, p.w8, p.D) : kNotChunks;
+  return fit ? operands_unsupported_reason(p.x8, p.R, p.w8, p.D) : kNotChunks;
 }
 
-int64_t parts_of_dots(const Fp8HiddenGradient& g) { return ceil_div(g.s.F, Fp8Shape::kColumns); }
+int64_t num_dot_parts(const Fp8IntermediateGradient& g) { return ceil_div(g.s.F, kFp8TileColumns); }
 
 ab_status launch_gemm(const Fp8Up& up, int multiprocessors, cudaStream_t stream) {
-  return with_hidden_columns(
-      up.s, [&]<HiddenColumns kColumns>() { return launch_fp8_up<kColumns>(up, multiprocessors, stream); });
+  return with_gate_up_layout(
+      up.s, [&]<GateUpLayout kLayout>() { return launch_fp8_up<kLayout>(up, multiprocessors, stream); });
 }
 
-ab_status launch_gemm(const Fp8HiddenGradient& g, int multiprocessors, cudaStream_t stream) {
-  return with_hidden_columns(
-      g.s, [&]<HiddenColumns kColumns>() { return launch_fp8_hidden_gradient<kColumns>(g, multiprocessors, stream); });
+ab_status launch_gemm(const Fp8IntermediateGradient& g, int multiprocessors, cudaStream_t stream) {
+  return with_gate_up_layout(g.s, [&]<GateUpLayout kLayout>() {
+    return launch_fp8_intermediate_gradient<kLayout>(g, multiprocessors, stream);
+  });
 }
 
 // The bias is added in the epilogue, together with row weights.

@@ -3,16 +3,16 @@
 
 #include "experts/hopper/fp8_launch.cuh"
 #include "experts/hopper/fp8_row_quantizer.cuh"
-#include "experts/hopper/hidden_gradient.cuh"
+#include "experts/hopper/intermediate_gradient.cuh"
 
 namespace anabranch::cuda::hopper {
 
-template <HiddenColumns kHidden, class Element>
-ab_status launch_fp8_hidden_gradient(const Fp8HiddenGradient& g, int multiprocessors, cudaStream_t stream) {
+template <GateUpLayout kLayout, class Element>
+ab_status launch_fp8_intermediate_gradient(const Fp8IntermediateGradient& g, int multiprocessors, cudaStream_t stream) {
   const FfnSizes& s = g.s;
   Product<Fp8Shape, Element, ScaledRows<GatheredRowOperand>, ScaledWeights<ShuffledWeightOperand>, RowTiles,
           RowTileScheduler<Fp8Shape::kRows, Fp8Shape::kColumns, Fp8Shape::kBlocks>,
-          HiddenGradientEpilogue<Element, kHidden, true, Fp8RowQuantizer<Element, parts_of(kHidden)>>>
+          IntermediateGradientEpilogue<Element, kLayout, true, Fp8RowQuantizer<Element, parts_of(kLayout)>>>
       product;
   AB_RETURN_IF_ERROR(gather_fp8_rows("d_out", g.d_y8, g.w8, g.map, s.D, &product.a));
   AB_RETURN_IF_ERROR(
@@ -25,10 +25,10 @@ ab_status launch_fp8_hidden_gradient(const Fp8HiddenGradient& g, int multiproces
                             ceil_div(s.F, Fp8Shape::kColumns), g.skips_rest, multiprocessors, stream);
 }
 
-template <HiddenColumns kHidden>
-ab_status launch_fp8_hidden_gradient(const Fp8HiddenGradient& g, int multiprocessors, cudaStream_t stream) {
-  return g.h.dtype == AB_BFLOAT16 ? launch_fp8_hidden_gradient<kHidden, BFloat16>(g, multiprocessors, stream)
-                                  : launch_fp8_hidden_gradient<kHidden, Float16>(g, multiprocessors, stream);
+template <GateUpLayout kLayout>
+ab_status launch_fp8_intermediate_gradient(const Fp8IntermediateGradient& g, int multiprocessors, cudaStream_t stream) {
+  return g.h.dtype == AB_BFLOAT16 ? launch_fp8_intermediate_gradient<kLayout, BFloat16>(g, multiprocessors, stream)
+                                  : launch_fp8_intermediate_gradient<kLayout, Float16>(g, multiprocessors, stream);
 }
 
 }  // namespace anabranch::cuda::hopper

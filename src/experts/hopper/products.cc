@@ -1,6 +1,5 @@
 #include "experts/hopper/products.h"
 
-#include "experts/cuda/ops/tiles/row_tile_scheduler.cuh"
 #include "experts/cuda/ops/tiles/segments.h"
 #include "experts/hopper/launchers.h"
 #include "experts/hopper/limits.h"
@@ -18,18 +17,18 @@ bool gathers_d_y(const WeightGradient& g) { return g.gathers_d_y && g.map.by_slo
 
 }  // namespace
 
-const char* why_not(const Up& up) {
+const char* unsupported_reason(const Up& up) {
   const FfnSizes& s = up.s;
-  if (const char* why = why_not_fused(s, up.map, up.x, {up.b_in, up.h, up.a})) return why;
+  if (const char* reason = fused_unsupported_reason(s, up.map, up.x, {up.b_in, up.h, up.a})) return reason;
   return fits_tensor_map(up.w_in.data, up.w_in.dtype, s.layout.in_transposed ? s.D : s.F) ? nullptr : kNotChunks;
 }
 
-const char* why_not(const HiddenGradient& g) {
-  if (const char* why = why_not_fused(g.s, g.map, g.d_y, {g.h, g.dh, g.weighted_a})) return why;
+const char* unsupported_reason(const IntermediateGradient& g) {
+  if (const char* reason = fused_unsupported_reason(g.s, g.map, g.d_y, {g.h, g.dh, g.weighted_a})) return reason;
   return fits_tensor_map(g.w_out.data, g.w_out.dtype, g.s.layout.out_transposed ? g.s.F : g.s.D) ? nullptr : kNotChunks;
 }
 
-const char* why_not(const RowsProduct& p) {
+const char* unsupported_reason(const RowsProduct& p) {
   const auto fits = [&](const void* data, int64_t columns) { return fits_tensor_map(data, p.dtype, columns); };
   if (!is_16_bit(p.dtype)) return kNot16Bit;
   if (!sizes_fit({p.R, p.E, p.D, p.N}) || !tile_count_fits(p.R, p.E, p.N, kMinTileColumns)) return kNotCounted;
@@ -39,12 +38,12 @@ const char* why_not(const RowsProduct& p) {
   return all ? nullptr : kNotChunks;
 }
 
-const char* why_not(const WeightGradient& g) {
+const char* unsupported_reason(const WeightGradient& g) {
   constexpr int64_t kMaxColumns = int64_t{1} << 29;  // limited by byte offsets
   if (!is_16_bit(g.x.dtype)) return kNot16Bit;
   if (!sizes_fit({g.R, g.E, g.D, g.N}) || g.D > kMaxColumns || g.N > kMaxColumns) return kNotCounted;
   const int64_t tiles = ceil_div(g.D, kTileRows) * ceil_div(g.N, kMinTileColumns);
-  if (tiles > kMostIndices || bounds_of(g).segments > kMostIndices / tiles) return kNotCounted;
+  if (tiles > kMaxCount || bounds_of(g).segments > kMaxCount / tiles) return kNotCounted;
   const auto fits = [](const Floats& m, int64_t columns) { return fits_tensor_map(m.data, m.dtype, columns); };
   if (!fits(g.x, g.D) || !fits(g.d_y, g.N) || !fits(g.d_w, g.N)) return kNotChunks;
   const bool gathers = (!gathers_x(g) || fits_gather(g.map, g.D)) && (!gathers_d_y(g) || fits_gather(g.map, g.N));
@@ -62,7 +61,7 @@ TileChoice choose_tile(const RowsProduct& p, int multiprocessors) {
       .choice;
 }
 
-TileChoice choose_tile(const HiddenGradient& g, int multiprocessors) {
+TileChoice choose_tile(const IntermediateGradient& g, int multiprocessors) {
   return choose_fused_tile(g.s.R, g.s.E, g.s.F, g.s.D, multiprocessors).choice;
 }
 
@@ -70,17 +69,17 @@ TileChoice choose_tile(const WeightGradient& g, int multiprocessors) {
   return choose_weight_tile(g.R, g.E, g.D, g.N, gathers_x(g) || gathers_d_y(g), multiprocessors).choice;
 }
 
-int64_t parts_of_dots(const HiddenGradient& g, TileChoice tile) {
+int64_t num_dot_parts(const IntermediateGradient& g, TileChoice tile) {
   return ceil_div(g.s.F, tile == TileChoice::k128x256 ? 256 : 128);
 }
 
 ab_status launch_gemm(const Up& up, TileChoice tile, int multiprocessors, cudaStream_t stream) {
   const bool transposed = up.s.layout.in_transposed;
-  const auto with_columns = [&]<HiddenColumns kColumns>() {
-    return (transposed ? launch_up<kColumns, Major::k> : launch_up<kColumns, Major::mn>)(up, tile, multiprocessors,
-                                                                                         stream);
+  const auto with_layout = [&]<GateUpLayout kLayout>() {
+    return (transposed ? launch_up<kLayout, Major::k> : launch_up<kLayout, Major::mn>)(up, tile, multiprocessors,
+                                                                                       stream);
   };
-  return with_hidden_columns(up.s, with_columns);
+  return with_gate_up_layout(up.s, with_layout);
 }
 
 ab_status launch_gemm(const RowsProduct& p, TileChoice tile, int multiprocessors, cudaStream_t stream) {
@@ -92,13 +91,13 @@ ab_status launch_gemm(const RowsProduct& p, TileChoice tile, int multiprocessors
                         : with_epilogue.template operator()<RowsEpilogue>();
 }
 
-ab_status launch_gemm(const HiddenGradient& g, TileChoice tile, int multiprocessors, cudaStream_t stream) {
+ab_status launch_gemm(const IntermediateGradient& g, TileChoice tile, int multiprocessors, cudaStream_t stream) {
   const bool as_stored = g.s.layout.out_transposed;
-  const auto with_columns = [&]<HiddenColumns kColumns>() {
-    return (as_stored ? launch_hidden_gradient<kColumns, Major::mn>
-                      : launch_hidden_gradient<kColumns, Major::k>)(g, tile, multiprocessors, stream);
+  const auto with_layout = [&]<GateUpLayout kLayout>() {
+    return (as_stored ? launch_intermediate_gradient<kLayout, Major::mn>
+                      : launch_intermediate_gradient<kLayout, Major::k>)(g, tile, multiprocessors, stream);
   };
-  return with_hidden_columns(g.s, with_columns);
+  return with_gate_up_layout(g.s, with_layout);
 }
 
 ab_status launch_gemm(const WeightGradient& g, TileChoice tile, void* workspace, int multiprocessors,

@@ -1,16 +1,16 @@
 // Launches the gradient of the intermediate rows: d_y W_out^T, with the activation's derivative in the epilogue.
 #pragma once
 
-#include "experts/portable/hidden_gradient_epilogue.cuh"
+#include "experts/portable/intermediate_gradient_epilogue.cuh"
 #include "experts/portable/launch_product.cuh"
 #include "experts/portable/launchers.h"
 
 namespace anabranch::cuda::portable {
 
 template <class Element, Precision kPrecision, TileChoice kTile, Major kMajor>
-ab_status launch_hidden_gradient(const HiddenGradient& g, int multiprocessors, cudaStream_t stream) {
+ab_status launch_intermediate_gradient(const IntermediateGradient& g, int multiprocessors, cudaStream_t stream) {
   const FfnSizes& s = g.s;
-  RowsProductOf<Element, kPrecision, kTile, kMajor, HiddenGradientEpilogue<Element>> product;
+  RowsProductOf<Element, kPrecision, kTile, kMajor, IntermediateGradientEpilogue<Element>> product;
   product.a.rows = matrix_rows<Element>(g.d_y.data, s.D, 0);
   product.a.gathered = g.map.by_slot;
   product.b.rows = matrix_rows<Element>(g.w_out.data, kMajor == Major::k ? s.D : s.F, s.D * s.F);
@@ -23,7 +23,7 @@ ab_status launch_hidden_gradient(const HiddenGradient& g, int multiprocessors, c
   out.dots = g.dots;
   product.weights = g.weights;
   out.activation = g.activation;
-  out.hidden = HiddenLayout(s);
+  out.layout = IntermediateRowLayout(s);
   out.R = static_cast<int32_t>(s.R);
   out.aligned = are_aligned(out.h, s.F) && are_aligned(out.dh, s.F) && are_aligned(out.weighted_a, s.F);
   return launch_over_rows("intermediate gradient", product, groups_of(g.group_sizes, s.E, s.R), g.map, s.D, s.F,
@@ -32,11 +32,11 @@ ab_status launch_hidden_gradient(const HiddenGradient& g, int multiprocessors, c
 
 // W_out [E, F, D] is operand B, transposed: its rows have D elements.
 template <int32_t kDtype, Precision kPrecision, TileChoice kTile>
-ab_status launch_hidden_gradient(const HiddenGradient& g, int multiprocessors, cudaStream_t stream) {
+ab_status launch_intermediate_gradient(const IntermediateGradient& g, int multiprocessors, cudaStream_t stream) {
   using Element = ElementOf<kDtype>;
   return g.s.layout.out_transposed
-             ? launch_hidden_gradient<Element, kPrecision, kTile, Major::mn>(g, multiprocessors, stream)
-             : launch_hidden_gradient<Element, kPrecision, kTile, Major::k>(g, multiprocessors, stream);
+             ? launch_intermediate_gradient<Element, kPrecision, kTile, Major::mn>(g, multiprocessors, stream)
+             : launch_intermediate_gradient<Element, kPrecision, kTile, Major::k>(g, multiprocessors, stream);
 }
 
 }  // namespace anabranch::cuda::portable

@@ -1,4 +1,4 @@
-#include "dispatch/plan_few.h"
+#include "dispatch/plan_few_tokens.h"
 
 #include <algorithm>
 
@@ -111,14 +111,14 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp, 1) place_small_plan(const Sm
 
 }  // namespace
 
-bool fits_plan_few(const PlanCall& call) {
+bool fits_few_tokens(const PlanCall& call) {
   const int64_t slots = call.maps.T * call.maps.K;
   return call.format == SlotFormat::experts && call.row_id_map == nullptr && call.regions.experts == call.E &&
          call.regions.align == 1 && slots <= kMaxSlots && call.regions.rows <= kMaxRows &&
          num_warps(slots) * call.E <= kMaxCounters;
 }
 
-ab_status plan_few(const PlanCall& call, int expert_bits, cudaStream_t stream) {
+ab_status plan_few_tokens(const PlanCall& call, int expert_bits, cudaStream_t stream) {
   SmallPlan plan;
   plan.call = call;
   plan.slots = static_cast<int>(call.maps.T * call.maps.K);

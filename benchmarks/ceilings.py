@@ -1,7 +1,10 @@
-"""The rate of a large GEMM, a reference for the rates of layers."""
+"""Ceilings: the rates of a large copy and of a large GEMM."""
 
+import concurrent.futures
 import ctypes
 import functools
+import math
+import os
 import time
 from typing import Any
 
@@ -10,6 +13,33 @@ import numpy as np
 
 from anabranch import _library
 from benchmarks import timing
+
+
+def copy_rate(device: str) -> float:
+    """Returns bytes read and written per second by a large copy, in GPU memory or by all CPU threads."""
+    return _gpu_copy_rate() if device == "cuda" else _cpu_copy_rate()
+
+
+@functools.cache
+def _gpu_copy_rate(size: int = 1 << 30) -> float:
+    torch = timing.torch_on("cuda")
+    source = torch.randn(size // 4, device="cuda")
+    target = torch.empty_like(source)
+    # Use a kernel, because a copy inside a graph may use the copy engines, which are slower.
+    return 2 * size / timing.seconds_of_each([lambda: torch.neg(source, out=target)], least_calls=5).seconds
+
+
+def _cpu_copy_rate(size: int = 1 << 27, repeats: int = 9) -> float:
+    threads = len(os.sched_getaffinity(0))
+    source = np.ones((threads, size // threads), np.uint8)
+    target = np.zeros_like(source)
+    best = math.inf
+    with concurrent.futures.ThreadPoolExecutor(threads) as pool:
+        for _ in range(repeats):
+            start = time.perf_counter()
+            list(pool.map(np.copyto, target, source))  # numpy releases the GIL while it copies
+            best = min(best, time.perf_counter() - start)
+    return 2 * source.size / best
 
 
 @functools.cache
@@ -59,7 +89,7 @@ def _cpu_rate(dtype: str, size: int = 2048, seconds: float = 0.5) -> float | Non
     )  # fmt: skip
     if gemm(*arguments) != 0:
         return None
-    best, deadline = float("inf"), time.perf_counter() + seconds
+    best, deadline = math.inf, time.perf_counter() + seconds
     while time.perf_counter() < deadline:
         start = time.perf_counter()
         gemm(*arguments)

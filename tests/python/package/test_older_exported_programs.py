@@ -9,7 +9,7 @@ import numpy as np
 from anabranch.jax import moe
 from anabranch.jax.binding import ffi
 
-#: Attributes that calls of version 0.1.0 do not have.
+#: Attributes that calls of version 0.1.0 lack.
 LATER = {"activation_alpha", "activation_limit", "group_score_topk", "backward", "precision"}
 
 

@@ -16,7 +16,7 @@
 #include "experts/activation.h"
 #include "experts/hopper/column_pairs.cuh"
 #include "experts/hopper/fp8_row_quantizer.cuh"
-#include "experts/hopper/hidden_columns.h"
+#include "experts/hopper/gate_up_layout.h"
 #include "experts/hopper/quads.cuh"
 #include "experts/hopper/row_weights.cuh"
 #include "experts/hopper/subtile_writer.cuh"
@@ -24,10 +24,10 @@
 namespace anabranch::cuda::hopper {
 
 // kShuffled: W_out is loaded in shuffled column order. Quantizer: quantises dh if FP8 gradients are requested.
-template <class Element, HiddenColumns kHidden, bool kShuffled, class Quantizer = NoQuantizer>
-struct HiddenGradientEpilogue {
-  static constexpr int kParts = parts_of(kHidden);
-  static constexpr bool kInterleaved = kHidden == HiddenColumns::interleaved;
+template <class Element, GateUpLayout kLayout, bool kShuffled, class Quantizer = NoQuantizer>
+struct IntermediateGradientEpilogue {
+  static constexpr int kParts = parts_of(kLayout);
+  static constexpr bool kInterleaved = kLayout == GateUpLayout::interleaved;
 
   const Element* h;     // [R, kParts, F], or [R, F, 2]
   Element* dh;          // same shape; may alias h; or nullptr
@@ -40,8 +40,8 @@ struct HiddenGradientEpilogue {
   Quantizer quantizer;  // occupies space even if empty: host and device disagree on [[no_unique_address]]
 
   template <class Shape>
-  static constexpr bool kTakesRegisters = !kShuffled;
-  static constexpr bool kTakesPosition = !kShuffled;
+  static constexpr bool kNeedsRegisters = !kShuffled;
+  static constexpr bool kNeedsPositionRegister = !kShuffled;
   static constexpr bool kDefersStores = false;
 
   __device__ void prefetch_maps() const {}
@@ -79,7 +79,7 @@ struct HiddenGradientEpilogue {
     static_assert(Shape::kWarpgroupPanels == 1 || Shape::kTileWarpgroups == 1,
                   "a warpgroup with several panels must not share its tile");
     if constexpr (!kShuffled)
-      row = __shfl_sync(kAllLanes, row, 0);  // known to be warp-uniform, it takes no register per lane
+      row = __shfl_sync(kAllLanes, row, 0);  // warp-uniform for the compiler, so it takes no register per lane
     if (tile.row + row < tile.end_row) {
       with_common_formula(activation, [&]<Formula kFormula>() {
         write_differentiated<Shape, kFormula>(writer, tile, row, acc, prefetched.rows[panel]);
@@ -98,7 +98,7 @@ struct HiddenGradientEpilogue {
 #pragma unroll 1
     for (int column = 0; column < Shape::kColumns; column += kBlock) {
       for (int half = 0; half < 2; ++half) {
-        const bool in_bounds = places.reach(half, column);
+        const bool in_bounds = places.is_in_bounds(half, column);
         for (int chunk = 0; chunk < kParts; ++chunk) {
           Eight::from(kZeros).store_if(in_bounds && dh != nullptr, dh + places.h_offset(half, chunk, column));
         }
@@ -110,7 +110,7 @@ struct HiddenGradientEpilogue {
 #pragma unroll 1
       for (int column = 0; column < Shape::kColumns; column += kScaled) {
         quantizer.write(nothing, row_of(tile, row, 0), tile.column + column,
-                        {places.reach(0, column), places.reach(1, column)});
+                        {places.is_in_bounds(0, column), places.is_in_bounds(1, column)});
       }
     }
     if (dots != nullptr) write_dots<Shape>(tile, row, {0.0f, 0.0f}, {false, false});
@@ -129,7 +129,7 @@ struct HiddenGradientEpilogue {
                 "prefetched blocks of h fit the subtile buffers");
 
   // One block of h: a chunk each of gate and up, or (interleaved) the first and the last 4 column pairs.
-  struct Hidden {
+  struct BlockOfH {
     Eight h[2][kParts];  // rows i / 4 and i / 4 + 8
 
     // Returns the gates or the ups of two columns; interleaved: gate and up of one of the two columns.
@@ -140,12 +140,12 @@ struct HiddenGradientEpilogue {
 
   // Positions of the lane's first column in its two rows.
   struct Places {
-    const HiddenGradientEpilogue& out;
+    const IntermediateGradientEpilogue& out;
     int64_t first;            // element of the upper row in [R, F]
     int32_t column;           // first column of the lane
     int32_t columns_left[2];  // 0 for rows after the expert's rows
 
-    __device__ Places(const HiddenGradientEpilogue& epilogue, const Tile& tile, int row)
+    __device__ Places(const IntermediateGradientEpilogue& epilogue, const Tile& tile, int row)
         : out(epilogue),
           first(int64_t{row_of(tile, row, 0)} * epilogue.columns),
           column(tile.column + lane_index() % 4 * 8) {
@@ -155,8 +155,8 @@ struct HiddenGradientEpilogue {
       }
     }
 
-    // Whether the column `after` columns further is in bounds.
-    __device__ bool reach(int half, int after) const { return after < columns_left[half]; }
+    // Whether the column `after` columns after `column` is in bounds.
+    __device__ bool is_in_bounds(int half, int after) const { return after < columns_left[half]; }
 
     // Element offsets in [R, F] and in h.
     __device__ int64_t a_offset(int half, int after) const {
@@ -192,7 +192,7 @@ struct HiddenGradientEpilogue {
   __device__ __forceinline__ void read(const SubtileWriter& writer, const Places& places, int block) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const bool in_bounds = places.reach(half, block * kBlock);
+      const bool in_bounds = places.is_in_bounds(half, block * kBlock);
 #pragma unroll
       for (int chunk = 0; chunk < kParts; ++chunk) {
         const Element* from = h + (in_bounds ? places.h_offset(half, chunk, block * kBlock) : 0);
@@ -216,7 +216,7 @@ struct HiddenGradientEpilogue {
       } else {
         wait_for_copies<0>();
       }
-      Hidden now;
+      BlockOfH now;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
 #pragma unroll
@@ -231,7 +231,7 @@ struct HiddenGradientEpilogue {
       if constexpr (!kShuffled) transpose_quad(da);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (places.reach(half, block * kBlock)) {
+        if (places.is_in_bounds(half, block * kBlock)) {
           write_eight<kFormula>(places, half, block * kBlock, da + half * 2, now, rows, dot[half],
                                 acc + block * kBlock / 2);
         }
@@ -240,7 +240,7 @@ struct HiddenGradientEpilogue {
         if (block % (kScaled / kBlock) != kScaled / kBlock - 1) continue;
         const int column = (block + 1) * kBlock - kScaled;
         quantizer.write(acc + column / 2, row_of(tile, row, 0), tile.column + column,
-                        {places.reach(0, column), places.reach(1, column)});
+                        {places.is_in_bounds(0, column), places.is_in_bounds(1, column)});
       }
     }
     if (dots != nullptr) write_dots<Shape>(tile, row, dot, rows.real);
@@ -249,7 +249,8 @@ struct HiddenGradientEpilogue {
   // Computes and stores 8 columns of a row. acc: 4 pairs of adjacent columns, at a stride of 4.
   template <Formula kFormula>
   __device__ __forceinline__ void write_eight(const Places& places, int half, int column, const float* acc,
-                                              const Hidden& now, const RowPair& rows, float& dot, float* saved) const {
+                                              const BlockOfH& now, const RowPair& rows, float& dot,
+                                              float* saved) const {
     const float weight = rows.weight[half];
     uint32_t in[2 + kParts][kPairs];   // da' of the first and of the second column of each pair, then h
     uint32_t out[kParts + 1][kPairs];  // dh, w a
@@ -289,11 +290,11 @@ struct HiddenGradientEpilogue {
       uint32_t words[kPairs];
 #pragma unroll
       for (int i = 0; i < kPairs; ++i) words[i] = kInterleaved ? out[i % 2][chunk * 2 + i / 2] : out[chunk][i];
-      Eight::of_words(words)
+      Eight::from_words(words)
           .or_zeros(rows.real[half])
           .store_if(dh != nullptr, dh + places.h_offset(half, chunk, column));
     }
-    Eight::of_words(out[kParts])
+    Eight::from_words(out[kParts])
         .or_zeros(rows.real[half])
         .store_if(weighted_a != nullptr, weighted_a + places.a_offset(half, column));
   }

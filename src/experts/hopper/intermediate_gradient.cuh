@@ -4,7 +4,7 @@
 #include <type_traits>
 
 #include "experts/cuda/ops/tiles/row_tile_scheduler.cuh"
-#include "experts/hopper/hidden_gradient_epilogue.cuh"
+#include "experts/hopper/intermediate_gradient_epilogue.cuh"
 #include "experts/hopper/launch_product.cuh"
 #include "experts/hopper/launchers.h"
 #include "experts/hopper/row_operand.cuh"
@@ -12,20 +12,23 @@
 namespace anabranch::cuda::hopper {
 
 template <Major kMajor>
-using HiddenGradientWeights = std::conditional_t<kMajor == Major::k, ShuffledWeightOperand, WeightOperand<Major::mn>>;
+using IntermediateGradientWeights =
+    std::conditional_t<kMajor == Major::k, ShuffledWeightOperand, WeightOperand<Major::mn>>;
 
-inline ab_status prepare_hidden_gradient_weights(const HiddenGradient& g, ShuffledWeightOperand* weights) {
+inline ab_status prepare_intermediate_gradient_weights(const IntermediateGradient& g, ShuffledWeightOperand* weights) {
   const FfnSizes& s = g.s;
   return make_shuffled_matrices_map("w_out", g.w_out.data, g.w_out.dtype, s.E, s.F, s.D, kPanel, &weights->map);
 }
-inline ab_status prepare_hidden_gradient_weights(const HiddenGradient& g, WeightOperand<Major::mn>* weights) {
+inline ab_status prepare_intermediate_gradient_weights(const IntermediateGradient& g,
+                                                       WeightOperand<Major::mn>* weights) {
   const FfnSizes& s = g.s;
   return make_matrices_map("w_out", g.w_out.data, g.w_out.dtype, s.E, s.D, s.F, kPanel, kPanel, &weights->map);
 }
 
 // Sets all fields but the quantiser.
-template <class Element, HiddenColumns kHidden, bool kShuffled, class Quantizer>
-void prepare_epilogue(const HiddenGradient& g, HiddenGradientEpilogue<Element, kHidden, kShuffled, Quantizer>* out) {
+template <class Element, GateUpLayout kLayout, bool kShuffled, class Quantizer>
+void prepare_epilogue(const IntermediateGradient& g,
+                      IntermediateGradientEpilogue<Element, kLayout, kShuffled, Quantizer>* out) {
   out->h = static_cast<const Element*>(g.h.data);
   out->dh = static_cast<Element*>(g.dh.data);
   out->weighted_a = static_cast<Element*>(g.weighted_a.data);
@@ -36,32 +39,33 @@ void prepare_epilogue(const HiddenGradient& g, HiddenGradientEpilogue<Element, k
   out->activation = g.activation;
 }
 
-template <class Shape, class Element, class OperandA, HiddenColumns kHidden, Major kMajor>
-ab_status launch_hidden_gradient(const HiddenGradient& g, int multiprocessors, cudaStream_t stream) {
+template <class Shape, class Element, class OperandA, GateUpLayout kLayout, Major kMajor>
+ab_status launch_intermediate_gradient(const IntermediateGradient& g, int multiprocessors, cudaStream_t stream) {
   const FfnSizes& s = g.s;
-  Product<Shape, Element, OperandA, HiddenGradientWeights<kMajor>, RowTiles,
+  Product<Shape, Element, OperandA, IntermediateGradientWeights<kMajor>, RowTiles,
           RowTileScheduler<Shape::kRows, Shape::kColumns, Shape::kBlocks>,
-          HiddenGradientEpilogue<Element, kHidden, kMajor == Major::k>>
+          IntermediateGradientEpilogue<Element, kLayout, kMajor == Major::k>>
       product;
   AB_RETURN_IF_ERROR(prepare_rows<Shape::kRows>("d_out", g.d_y, g.map, s.D, &product.a));
-  AB_RETURN_IF_ERROR(prepare_hidden_gradient_weights(g, &product.b));
+  AB_RETURN_IF_ERROR(prepare_intermediate_gradient_weights(g, &product.b));
   prepare_epilogue(g, &product.epilogue);
   product.tiles = {groups_of(g.group_sizes, s.E, s.R), static_cast<int32_t>(s.D),
                    static_cast<int32_t>(ceil_div(s.F, Shape::kColumns)), g.skips_rest};
-  const int64_t tiles = most_row_tiles(s.R, s.E, Shape::kRows) * product.tiles.column_tiles;
+  const int64_t tiles = max_group_row_tiles(s.R, s.E, Shape::kRows) * product.tiles.column_tiles;
   return launch_product("intermediate gradient", product, tiles, multiprocessors, stream);
 }
 
 // Layouts other than the default one have gathering kernels only; these read ungathered rows through the identity map.
-template <HiddenColumns kHidden, Major kMajor>
-ab_status launch_hidden_gradient(const HiddenGradient& g, TileChoice tile, int multiprocessors, cudaStream_t stream) {
-  constexpr bool kIsDefaultLayout = kHidden != HiddenColumns::interleaved && kMajor == Major::k;
+template <GateUpLayout kLayout, Major kMajor>
+ab_status launch_intermediate_gradient(const IntermediateGradient& g, TileChoice tile, int multiprocessors,
+                                       cudaStream_t stream) {
+  constexpr bool kIsDefaultLayout = kLayout != GateUpLayout::interleaved && kMajor == Major::k;
   const auto with_operand = [&]<class OperandA, class Element>() {
     return tile == TileChoice::k128x256
-               ? launch_hidden_gradient<InPairs<Tile128x256>, Element, OperandA, kHidden, kMajor>(g, multiprocessors,
-                                                                                                  stream)
-               : launch_hidden_gradient<InPairs<Tile128x128>, Element, OperandA, kHidden, kMajor>(g, multiprocessors,
-                                                                                                  stream);
+               ? launch_intermediate_gradient<InPairs<Tile128x256>, Element, OperandA, kLayout, kMajor>(
+                     g, multiprocessors, stream)
+               : launch_intermediate_gradient<InPairs<Tile128x128>, Element, OperandA, kLayout, kMajor>(
+                     g, multiprocessors, stream);
   };
   const auto with_element = [&]<class Element>(Element) {
     if constexpr (kIsDefaultLayout) {

@@ -1,0 +1,404 @@
+"""libanabranch_torch.so: native kernels for torch's operations, by functions of libtorch that are found at run time.
+
+The kernels run prepared calls (see `PreparedCalls`) without Python. If calls are not prepared yet, the library calls
+back: the operation's descriptions in Python are the only ones. Without the library, or with ANABRANCH_TORCH_NATIVE=0,
+the kernels are Python functions that call the C libraries through ctypes.
+"""
+
+import ctypes
+import os
+import pathlib
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from anabranch import _library, _structs, _versions
+from anabranch.torch.binding.calls import ERRORS, Call, PreparedCalls, plan
+from anabranch.torch.binding.described import Described, Sizes
+
+NAME = "libanabranch_torch.so"
+_MAX_RANK = _structs.MAX_RANK
+
+#: Letters of argument types in schemas; see src/torch/operations.h.
+_LETTERS = {
+    "Tensor": "T", "Optional[Tensor]": "t", "SymInt": "n", "int": "i", "bool": "b", "float": "f", "ScalarType": "d",
+    "Optional[ScalarType]": "D", "List[int]": "I", "List[float]": "F", "str": "s",
+}  # fmt: skip
+
+
+# The structs of src/torch/prepared.h.
+
+
+class _Node(ctypes.Structure):
+    _fields_ = (("code", ctypes.c_int32), ("left", ctypes.c_int64), ("right", ctypes.c_int64))
+
+
+class _Condition(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_int32) for name in ("code", "left", "right", "outcome"))
+
+
+class _Result(ctypes.Structure):
+    _fields_ = (("dtype", ctypes.c_int32), ("rank", ctypes.c_int32), ("sizes", ctypes.c_int32 * _MAX_RANK))
+
+
+class _Place(ctypes.Structure):
+    _fields_ = (("memory", ctypes.c_int32), ("offset", ctypes.c_int32))
+
+
+class _Cell(ctypes.Structure):
+    _fields_ = (("address", ctypes.c_void_p), ("bytes", ctypes.c_int32), ("number", ctypes.c_int32))
+
+
+class _Call(ctypes.Structure):
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("function", "query", "args"))
+
+
+class _Description(ctypes.Structure):
+    _fields_ = (
+        *[
+            (f"num_{name}", ctypes.c_int32)
+            for name in ("given", "results", "places", "cells", "calls", "inputs", "nodes", "conditions")
+        ],
+        ("working_size", ctypes.c_int32),
+        ("nodes", ctypes.POINTER(_Node)),
+        ("conditions", ctypes.POINTER(_Condition)),
+        ("results", ctypes.POINTER(_Result)),
+        ("places", ctypes.POINTER(_Place)),
+        ("cells", ctypes.POINTER(_Cell)),
+        ("calls", ctypes.POINTER(_Call)),
+        ("tensors", ctypes.c_void_p),
+        ("exec", ctypes.c_void_p),
+    )
+
+
+_PREPARE = ctypes.CFUNCTYPE(
+    ctypes.c_int32,
+    ctypes.c_int32,
+    ctypes.c_void_p,
+    ctypes.c_int64,
+    ctypes.POINTER(ctypes.c_int64),
+    ctypes.c_int64,
+    ctypes.POINTER(_Description),
+)
+_RELEASE = ctypes.CFUNCTYPE(None, ctypes.POINTER(_Description))
+
+
+class _Unavailable(Exception):
+    """The reason why there are no native kernels."""
+
+
+class Native:
+    """The loaded library.
+
+    Args:
+      library: the library.
+      torch_cpu, torch_cuda: the libraries of torch whose functions it calls.
+
+    Raises:
+      _Unavailable: a function is missing.
+    """
+
+    def __init__(self, library: ctypes.CDLL, torch_cpu: ctypes.CDLL, torch_cuda: ctypes.CDLL | None):
+        self.library, self.on_cuda = library, torch_cuda is not None
+        self.dtypes = {}
+        for name in _library.DTYPES:
+            number = getattr(torch_cpu, f"aoti_torch_dtype_{name}", None)
+            if number is None:
+                raise _Unavailable(f"torch {torch.__version__} has no function aoti_torch_dtype_{name}")
+            self.dtypes[number()] = getattr(torch, name)
+        self.numbers = {dtype: number for number, dtype in self.dtypes.items()}
+        self.cpu = torch_cpu.aoti_torch_device_type_cpu()
+        #: (kinds, allocate, calls) of each operation, by its number.
+        self.operations: list[tuple[str, Callable[..., Any], Callable[..., Any]]] = []
+        self.failures = threading.local()
+        self._held: dict[int, Any] = {}
+        self._callbacks = _PREPARE(self._prepare), _RELEASE(self._release)
+        library.ab_torch_load.restype = library.ab_torch_error.restype = ctypes.c_char_p
+        library.ab_torch_load.argtypes = (ctypes.c_void_p, ctypes.c_void_p, _PREPARE, _RELEASE)
+        missing = library.ab_torch_load(
+            torch_cpu._handle, None if torch_cuda is None else torch_cuda._handle, *self._callbacks
+        )
+        if missing is not None:
+            raise _Unavailable(f"torch {torch.__version__} has no function {missing.decode()}")
+        library.ab_torch_add.argtypes = (ctypes.c_char_p, ctypes.c_char_p)
+        library.ab_torch_register.argtypes = (ctypes.c_int32, ctypes.c_char_p, ctypes.c_char_p)
+        library.ab_torch_config.argtypes = (ctypes.c_char_p, ctypes.c_int64, ctypes.c_char_p, ctypes.c_int64)
+        self.takes_lists = bool(library.ab_torch_takes_lists())
+
+    @property
+    def dispatch_keys(self) -> tuple[str, ...]:
+        """The dispatch keys that have native kernels."""
+        return ("CPU", "CUDA") if self.on_cuda else ("CPU",)
+
+    def register(self, name: str, schema: Any, allocate: Callable[..., Any], calls: Callable[..., Any]) -> bool:
+        """Registers the kernels of an operation; False: it has arguments that a native kernel can't read."""
+        kinds = kinds_of(schema)
+        number = self.library.ab_torch_add(name.encode(), kinds.encode())
+        self._check(number)
+        self.operations.append((kinds, allocate, calls))
+        if not self.takes_lists and set(kinds) & set("IFs"):
+            return False
+        for key in self.dispatch_keys:
+            self._check(self.library.ab_torch_register(number, b"anabranch", key.encode()))
+        return True
+
+    def register_layer(self) -> None:
+        """Registers the kernels of the whole layer."""
+        for key in self.dispatch_keys:
+            self._check(self.library.ab_torch_register_layer(key.encode()))
+
+    def config(self, layer: Sequence[tuple[str, Any]], network: Sequence[tuple[str, Any]]) -> int:
+        """The number of a layer's options, given as (kind, value) of the operations' last arguments."""
+        encoded = [b"".join(map(self._encode, *zip(*options, strict=True))) for options in (layer, network)]
+        number: int = self.library.ab_torch_config(encoded[0], len(encoded[0]), encoded[1], len(encoded[1]))
+        self._check(number)
+        return number
+
+    def _check(self, number: int) -> None:
+        if number < 0:
+            raise RuntimeError(self.library.ab_torch_error().decode())
+
+    def describe(self) -> str:
+        """What is native, for `python -m anabranch info`."""
+        devices = " and ".join(self.dispatch_keys)
+        lists = "" if self.takes_lists else f", not those with lists, which torch {torch.__version__} can't pass"
+        return f"native on {devices}{lists}: {self.library._name}"
+
+    def counts(self) -> tuple[int, int]:
+        """How many calls have been prepared, and how many operations have run."""
+        prepared, runs = ctypes.c_int64(), ctypes.c_int64()
+        self.library.ab_torch_count(ctypes.byref(prepared), ctypes.byref(runs))
+        return prepared.value, runs.value
+
+    def forget(self) -> None:
+        """Removes all prepared calls."""
+        self.library.ab_torch_forget()
+
+    def translated(self, error: RuntimeError) -> BaseException:
+        """The exception that a kernel's RuntimeError stands for, or the error itself."""
+        code, separator, text = str(error).removeprefix("anabranch:").partition(":")
+        if not str(error).startswith("anabranch:") or not separator:
+            return error
+        number = int(code)
+        if number == -1:
+            failure: BaseException = self.failures.__dict__.pop("last", error)
+            return failure
+        if number == 5:
+            return (torch.OutOfMemoryError if self.on_cuda else RuntimeError)(text)
+        return ERRORS.get(number, RuntimeError)(text)
+
+    # ------------------------------------------------------------ keys, as src/torch/operations.cc writes them
+
+    def _encode(self, kind: str, value: Any) -> bytes:
+        if kind in "IF":
+            return struct.pack("<I", len(value)) + struct.pack(f"<{len(value)}{'q' if kind == 'I' else 'd'}", *value)
+        if kind == "s":
+            return struct.pack("<I", len(value)) + value.encode()
+        return struct.pack({"i": "<q", "b": "<b", "f": "<d"}[kind], value)
+
+    def _decode(self, kinds: str, data: bytes, inputs: Sequence[int]) -> tuple[list[Any], Sizes, tuple[int, int, int]]:
+        """Arguments with descriptions in the place of tensors, the sizes, and (device type, device index, threads)."""
+        at = 0
+
+        def read(code: str) -> Any:
+            nonlocal at
+            values = struct.unpack_from(f"<{code}", data, at)
+            at += struct.calcsize(f"<{code}")
+            return values
+
+        sizes = Sizes(inputs)
+        numbers = iter([sizes.input(i) for i in range(len(inputs))])
+        arguments: list[Any] = []
+        for kind in kinds:
+            value: Any = None
+            if kind in "TtDd":
+                (number,) = read("b")
+                value = None if number == -1 else self.dtypes[number]
+                if kind in "Tt" and value is not None:
+                    value = Described([next(numbers) for _ in range(read("b")[0])], value)
+            elif kind in "IF":
+                (length,) = read("I")
+                value = read(f"{length}{'q' if kind == 'I' else 'd'}")
+            elif kind == "s":
+                (length,) = read("I")
+                value, at = data[at : at + length].decode(), at + length
+            elif kind != "n":
+                (value,) = read({"i": "q", "b": "b", "f": "d"}[kind])
+            arguments.append(bool(value) if kind == "b" else value)
+        for i, kind in enumerate(kinds):
+            if kind == "n":
+                arguments[i] = next(numbers)
+        return arguments, sizes, read("iii")
+
+    # ------------------------------------------------------------ callbacks
+
+    def _prepare(self, operation: int, key: int, key_size: int, inputs: Any, num_inputs: int, found: Any) -> int:
+        try:
+            kinds, allocate, calls = self.operations[operation]
+            arguments, sizes, (device_type, index, threads) = self._decode(
+                kinds, ctypes.string_at(key, key_size), inputs[:num_inputs]
+            )
+            device = torch.device("cpu") if device_type == self.cpu else torch.device("cuda", index)
+            results = allocate(*arguments)
+            c_calls = calls(results, *arguments)
+            prepared = PreparedCalls(
+                [a for a in arguments if isinstance(a, Described)],
+                (results,) if isinstance(results, Described) else results,
+                (c_calls,) if isinstance(c_calls, Call) else c_calls,
+                sizes,
+                device,
+                threads,
+            )
+            self._describe(prepared, found[0])
+        except BaseException as error:
+            self.failures.last = error
+            return 1
+        return 0
+
+    def _describe(self, prepared: PreparedCalls, description: _Description) -> None:
+        """Fills in a description, whose memory is kept until it is released."""
+        sizes = prepared.sizes
+        results = (_Result * len(prepared.results))()
+        for result, (shape, dtype) in zip(results, prepared.results, strict=True):
+            result.dtype, result.rank = self.numbers[dtype], len(shape)
+            result.sizes[: len(shape)] = shape
+        calls = [
+            (_address(function), None if query is None else _address(query), ctypes.addressof(args))
+            for function, query, args in prepared.functions
+        ]
+        arrays: dict[str, Any] = {
+            "nodes": _array(_Node, sizes.nodes),
+            "conditions": _array(_Condition, sizes.conditions),
+            "results": results,
+            "places": _array(_Place, prepared.places),
+            "cells": _array(_Cell, prepared.cells),
+            "calls": _array(_Call, calls),
+        }
+        for name, array in arrays.items():
+            setattr(description, f"num_{name}", len(array))
+            setattr(description, name, array)
+        description.num_inputs, description.working_size = sizes.num_inputs, prepared.working_size
+        description.tensors = ctypes.addressof(prepared.tensors)
+        description.exec = ctypes.addressof(prepared.execution)
+        self._held[description.exec] = prepared, arrays
+
+    def _release(self, description: Any) -> None:
+        self._held.pop(description[0].exec, None)
+
+
+class python_errors:
+    """A context in which errors of native kernels become the exceptions that they stand for."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
+        if kind is RuntimeError and native is not None and (translated := native.translated(error)) is not error:
+            raise translated from None
+
+
+def call(operation: Any, *arguments: Any) -> Any:
+    """Calls an operation outside autograd functions, where its errors are not yet those of Python."""
+    if torch.compiler.is_compiling():
+        return operation(*arguments)
+    with python_errors():
+        return operation(*arguments)
+
+
+def _array(struct_type: Any, rows: Sequence[Any]) -> Any:
+    return (struct_type * len(rows))(*rows)
+
+
+def _address(function: Any) -> int | None:
+    return ctypes.cast(function, ctypes.c_void_p).value
+
+
+def kinds_of(schema: Any) -> str:
+    """A letter for each argument of a schema."""
+    return "".join(_LETTERS[str(argument.real_type)] for argument in schema.arguments)
+
+
+def _load() -> Native:
+    """Loads the library.
+
+    Raises:
+      _Unavailable: there are no native kernels; the message says why.
+    """
+    if os.environ.get("ANABRANCH_TORCH_NATIVE") == "0":
+        raise _Unavailable("ANABRANCH_TORCH_NATIVE=0")
+    if torch.version.hip:
+        raise _Unavailable(f"torch {torch.__version__} is built for ROCm")
+    try:
+        path = pathlib.Path(_library.load()._name).with_name(NAME)
+    except _library.LibraryError as error:
+        raise _Unavailable(str(error)) from error
+    if not path.exists():
+        raise _Unavailable(f"{path} does not exist")
+    folder = pathlib.Path(torch.__file__).parent / "lib"
+    cuda = folder / "libtorch_cuda.so"
+    # Kernels for CUDA are used only on request until all tests have run with them on a GPU.
+    has_cuda = cuda.exists() and os.environ.get("ANABRANCH_TORCH_NATIVE") == "cuda"
+    try:
+        library, torch_cpu = ctypes.CDLL(str(path)), ctypes.CDLL(str(folder / "libtorch_cpu.so"))
+        return Native(library, torch_cpu, ctypes.CDLL(str(cuda)) if has_cuda else None)
+    except OSError as error:
+        raise _Unavailable(str(error)) from error
+
+
+_PROBE = (
+    "probe(Tensor experts, Tensor? mask, Tensor? none, SymInt rows, int integer, bool flag, float number, "
+    "ScalarType dtype, ScalarType? no_dtype, int[] integers, float[] numbers, str text) -> (Tensor, Tensor)"
+)
+_PROBE_OPTIONS = (7, True, 0.5, torch.bfloat16, None, (3, -1), (0.25,), "text")
+
+
+def probe(library: Native) -> None:
+    """Runs an operation with arguments of every kind, for a release of torch with which the tests have not run.
+
+    Raises:
+      _Unavailable: the kernel got other arguments or has other results than expected.
+    """
+    got: list[Any] = []
+
+    def allocate(experts: Any, mask: Any, none: Any, rows: Any, *options: Any) -> Any:
+        got[:] = [mask.dtype, len(mask.shape), none, options]
+        return experts.new_empty((2,)), experts.new_empty((rows,))
+
+    def calls(results: Any, experts: Any, *_: Any) -> Any:
+        return plan({"experts": experts, "group_sizes": results[0], "slot_of_row": results[1]}, num_experts=2)
+
+    space = torch.library.Library("anabranch_probe", "DEF")
+    space.define(_PROBE)
+    operation = torch.ops.anabranch_probe.probe.default
+    kinds = kinds_of(operation._schema)
+    number = library.library.ab_torch_add(b"probe", kinds.encode())
+    library.operations.append((kinds, allocate, calls))
+    arguments = [o if not isinstance(o, tuple) else list(o) for o in _PROBE_OPTIONS]
+    try:
+        library._check(library.library.ab_torch_register(number, b"anabranch_probe", b"CPU"))
+        for rows in (4, 6):  # sizes are written per call
+            experts = torch.tensor([[0], [1], [1], [-1]], dtype=torch.int32)
+            results = operation(experts, experts > 0, None, rows, *arguments)
+            if [r.tolist() for r in results] != [[1, 2], [0, 1, 2, *[-1] * (rows - 3)]]:
+                raise RuntimeError(f"got results {results}")
+        if got != [torch.bool, 2, None, _PROBE_OPTIONS]:
+            raise RuntimeError(f"got arguments {got}")
+    except RuntimeError as error:
+        raise _Unavailable(f"torch {torch.__version__} failed the self-test: {library.translated(error)}") from error
+
+
+def _load_or_reason() -> tuple[Native | None, str]:
+    try:
+        library = _load()
+        if _versions.series(torch.__version__) not in _versions.TESTED["torch"]:
+            probe(library)
+        return library, ""
+    except _Unavailable as error:
+        return None, str(error)
+
+
+#: The library, or None and the reason.
+native, reason = _load_or_reason()

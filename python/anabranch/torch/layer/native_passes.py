@@ -1,0 +1,96 @@
+"""The layer's forward and backward pass as one native operation each, for plain tensors in eager mode.
+
+They compute what `forward.py` computes with several operations, with bitwise the same results: the gate's GEMMs, then
+the same prepared calls. Programs must not contain them, because they take their options as a number of this process.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anabranch.torch.binding.define import _ops
+from anabranch.torch.binding.native import call, native
+from anabranch.torch.layer.operands import LayerConfig, Operands
+from anabranch.torch.ops.experts import cast_weight
+from anabranch.torch.ops.experts_ops import QUANTIZED
+from anabranch.torch.ops.quantized import forward_operands
+
+if native is not None:
+    _ops.define(
+        "layer_forward(Tensor x, Tensor gate, Tensor? expert_bias, Tensor? token_mask, Tensor? forced_experts, "
+        f"Tensor? qb_bin_bounds, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, {QUANTIZED}, int config) -> "
+        "(Tensor output, Tensor tokens_per_expert, Tensor dropped, Tensor weights, Tensor experts, Tensor score_sum, "
+        "Tensor lse, Tensor qb_histogram, Tensor h, Tensor row_of_slot, Tensor slot_of_row, Tensor group_sizes, "
+        "Tensor logits, Tensor dropped_by_source)"
+    )
+    _ops.define(
+        "layer_backward(Tensor d_output, Tensor? d_score_sum, Tensor? d_lse, Tensor tokens, Tensor gate, Tensor x, "
+        "Tensor w_in, Tensor w_out, Tensor? b_in, Tensor? b_out, Tensor? token_mask, Tensor weights, Tensor experts, "
+        "Tensor lse, Tensor h, Tensor logits, Tensor row_of_slot, Tensor slot_of_row, Tensor group_sizes, "
+        f"{QUANTIZED}, ScalarType w_in_dtype, ScalarType w_out_dtype, ScalarType? d_x_dtype, bool needs_w_in, "
+        "bool needs_w_out, int config) -> (Tensor d_x, Tensor d_w_in, Tensor d_b_in, Tensor d_w_out, Tensor d_b_out, "
+        "Tensor d_gate, Tensor d_logits)"
+    )
+    native.register_layer()
+    for _name in ("layer_forward", "layer_backward"):
+        _ops.impl(_name, torch.library.fallthrough_kernel, "Autograd")
+
+
+def _multiplies_natively(x: Tensor, gate: Tensor) -> bool:
+    """Whether the native operations have the gate's GEMMs for these operands."""
+    if x.device.type == "cpu":
+        return 1 not in gate.shape and x.shape[1] != 1
+    return x.dtype == gate.dtype and x.dtype in (torch.float32, torch.bfloat16)
+
+
+def applies(config: LayerConfig, o: Operands) -> bool:
+    """Whether the native operations compute the layer for these operands, in the plain eager case."""
+    return (
+        config.number >= 0
+        and config.router is not None
+        and o.gate is not None
+        and o.gate_bias is None
+        and o.port is None
+        and _multiplies_natively(o.x, o.gate)
+    )
+
+
+def forward(config: LayerConfig, o: Operands) -> Any:
+    """The fields of a LayerOutput."""
+    dtype = o.x.dtype
+    return call(
+        torch.ops.anabranch.layer_forward.default,
+        o.x, o.gate, o.expert_bias, o.token_mask, o.forced_experts, o.qb_bin_bounds,
+        cast_weight(config.network, o.w_in, dtype), o.b_in, cast_weight(config.network, o.w_out, dtype), o.b_out,
+        *((None,) * 4 if o.quantized_w_in_transposed is None else forward_operands(o.quantized())), config.number,
+    )  # fmt: skip
+
+
+def backward(
+    config: LayerConfig,
+    needs: Mapping[str, bool],
+    saved: Any,
+    quantized: Sequence[Tensor | None],
+    d_output: Tensor | None,
+    d_sums: Sequence[Tensor | None],
+) -> dict[str, Tensor | None]:
+    """Gradients by operand name, for a layer whose weights have no cotangent. saved: see `forward._Saved`."""
+    s, mask, x = saved, saved.token_mask, saved.x
+    tokens = x if mask is None else torch.where(mask[:, None], x, 0)  # 0 * NaN would be NaN
+    d_x, d_w_in, d_b_in, d_w_out, d_b_out, d_gate, _ = call(
+        torch.ops.anabranch.layer_backward.default,
+        torch.zeros_like(x) if d_output is None else d_output, *d_sums, tokens, s.gate, x,
+        cast_weight(config.network, s.w_in, x.dtype), cast_weight(config.network, s.w_out, x.dtype), s.b_in, s.b_out,
+        mask, s.weights, s.experts, s.lse, s.h, s.logits, s.row_of_slot, s.slot_of_row, s.group_sizes, *quantized,
+        s.w_in.dtype, s.w_out.dtype, x.dtype if needs["x"] else None, needs["w_in"], needs["w_out"], config.number,
+    )  # fmt: skip
+    return {
+        "x": d_x if needs["x"] else None,
+        "gate": d_gate if d_gate.dtype == s.gate.dtype else d_gate.to(s.gate.dtype),
+        "w_in": d_w_in if needs["w_in"] else None,
+        "b_in": None if s.b_in is None else d_b_in,
+        "w_out": d_w_out if needs["w_out"] else None,
+        "b_out": None if s.b_out is None else d_b_out,
+    }

@@ -1,0 +1,165 @@
+"""The static options, the operands and the results of the layer."""
+
+import functools
+import typing
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from anabranch.options import ExpertsConfig, Network, RouterOptions
+from anabranch.torch.binding.native import native
+from anabranch.torch.ops.layer_ops import LayerNumbers, layer_numbers
+from anabranch.torch.ops.quantized import QuantizedExperts, as_quantized_experts
+from anabranch.torch.ops.router import Requested
+
+
+class LayerConfig(NamedTuple):
+    """Static options of the layer."""
+
+    router: RouterOptions | None
+    """None: experts and weights are given."""
+    network: Network
+    num_experts: int
+    align_size: int
+    options: LayerNumbers
+    """All options as arguments of the operations."""
+    requested: Requested
+    """Router results that losses and the backward pass need, besides counts."""
+    aux_loss: bool
+    z_loss: bool
+    number: int
+    """The number of the options for native operations; -1: none."""
+
+
+_LETTERS = {int: "i", float: "f", bool: "b", str: "s"}
+_NETWORK_LETTERS = [_LETTERS[kind] for kind in typing.get_type_hints(Network).values()]
+
+
+@functools.cache
+def _number(options: LayerNumbers, network: Network) -> int:
+    assert native is not None
+    return native.config(list(zip("IFss", options, strict=True)), list(zip(_NETWORK_LETTERS, network, strict=True)))
+
+
+def _number_of(options: LayerNumbers, network: Network) -> int:
+    """The number of a layer's options for native operations; -1: there are none, or the program is traced."""
+    return -1 if native is None or torch.compiler.is_compiling() else _number(options, network)
+
+
+def layer_config(
+    router: RouterOptions | None,
+    experts: ExpertsConfig,
+    num_experts: int,
+    align_size: int,
+    aux_loss: bool = False,
+    z_loss: bool = False,
+) -> LayerConfig:
+    """A LayerConfig from checked options."""
+    network = experts.network()
+    requested = Requested(False, aux_loss, z_loss or (router is not None and router.reads_lse))
+    options = layer_numbers(router, network, num_experts, align_size, requested)
+    number = _number_of(options, network)
+    return LayerConfig(router, network, num_experts, align_size, options, requested, aux_loss, z_loss, number)
+
+
+def requested_cotangents(
+    config: LayerConfig, d_score_sum: Tensor | None, d_lse: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The cotangents of score_sum and lse that a loss has. For the others, compiled programs pass zeros."""
+    return d_score_sum if config.aux_loss else None, d_lse if config.z_loss else None
+
+
+class Operands(NamedTuple):
+    """The tensors of the layer, flattened: x is [T, D]. None: not given.
+
+    A router has either a gate or given logits. With given logits x has no gradient; `port` has it.
+    """
+
+    x: Tensor
+    w_in: Tensor
+    w_out: Tensor
+    b_in: Tensor | None
+    b_out: Tensor | None
+    gate: Tensor | None = None
+    gate_bias: Tensor | None = None
+    weights: Tensor | None = None
+    """float32 [T, K]."""
+    expert_bias: Tensor | None = None
+    token_mask: Tensor | None = None
+    forced_experts: Tensor | None = None
+    experts: Tensor | None = None
+    """int32 [T, K]; an index outside [0, E) is no expert."""
+    qb_bin_bounds: Tensor | None = None
+    logits: Tensor | None = None
+    """float32 [T, E]."""
+    port: Tensor | None = None
+    """float32 [T, D], never read. Its gradient is the experts' part of the gradient of x, see `called_gate`."""
+    quantized_w_in: Tensor | None = None
+    """This field and those below are the fields of a QuantizedExperts."""
+    quantized_w_in_transposed: Tensor | None = None
+    quantized_w_in_scales: Tensor | None = None
+    quantized_w_out: Tensor | None = None
+    quantized_w_out_transposed: Tensor | None = None
+    quantized_w_out_scales: Tensor | None = None
+
+    def quantized(self) -> QuantizedExperts | None:
+        """The quantised experts, or None.
+
+        This is a method because Dynamo of torch 2.9 and 2.10 does not follow properties of a NamedTuple.
+        """
+        return as_quantized_experts(self[-len(QuantizedExperts._fields) :])
+
+
+def quantized_fields(quantized: QuantizedExperts | None) -> dict[str, Any]:
+    """The fields of Operands from a QuantizedExperts."""
+    if not isinstance(quantized, QuantizedExperts):  # None, or a value that the checks reject
+        return {}
+    return {f"quantized_{name}": tensor for name, tensor in quantized._asdict().items()}
+
+
+class Leaves(NamedTuple):
+    """The tensors of which operands are views, in the plain eager case. Their gradients have their shapes.
+
+    Autograd then records one function, and no view of a parameter.
+    """
+
+    w_in: Tensor
+    """Any shape with the elements of w_in in their order."""
+    w_out: Tensor
+    """The operand itself."""
+    b_in: Tensor | None
+    """Any shape with the elements of b_in in their order."""
+    b_out: Tensor | None
+    """The operand itself."""
+    gate: Tensor
+    """[E, D], the transpose of the operand."""
+
+
+class LayerOutput(NamedTuple):
+    """The results of the layer, flattened. Without a router, the results of routing have no elements."""
+
+    output: Tensor
+    """[T, D], dtype of x."""
+    tokens_per_expert: Tensor
+    """int32 [E], before dropping."""
+    dropped: Tensor
+    """int32 []."""
+    weights: Tensor
+    """float32 [T, K]."""
+    experts: Tensor
+    """int32 [T, K]."""
+    score_sum: Tensor
+    """float32 [E]; no elements without a load-balancing loss."""
+    lse: Tensor
+    """float32 [T], 0 for a masked token; no elements if neither a loss nor the backward pass reads it."""
+    qb_histogram: Tensor
+    """int32 [E, bins]."""
+    h: Tensor
+    """Saved for backward, as are the next four."""
+    row_of_slot: Tensor
+    slot_of_row: Tensor
+    group_sizes: Tensor
+    logits: Tensor
+    dropped_by_source: Tensor | None = None
+    """int32 [1], a view of `dropped`, from the native operation alone."""

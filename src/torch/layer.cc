@@ -1,0 +1,208 @@
+// The whole layer's forward and backward pass as one operation each: the gate's GEMMs and the prepared calls of the
+// operations that python/anabranch/torch/layer/forward.py calls otherwise.
+#include "torch/layer.h"
+
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "torch/operations.h"
+#include "torch/prepared.h"
+
+namespace anabranch::torch {
+
+namespace {
+
+// The options of a layer as the keys of operations contain them.
+struct Config {
+  std::string layer;    // of layer and layer_hidden
+  std::string network;  // of experts_inputs
+};
+
+std::vector<Config>& configs() {
+  static auto* configs = new std::vector<Config>;
+  return *configs;
+}
+
+struct Numbers {
+  int32_t layer = operation_number("layer");
+  int32_t layer_hidden = operation_number("layer_hidden");
+  int32_t experts_inputs = operation_number("experts_inputs");
+  int32_t grouped_matmul = operation_number("grouped_matmul");
+  int32_t grouped_matmul_dw = operation_number("grouped_matmul_dw");
+};
+
+const Numbers& numbers() {
+  static const Numbers numbers;
+  return numbers;
+}
+
+// Adds a tensor to the arguments, or says that it is not given.
+void add(Arguments& arguments, const Tensor& tensor) {
+  if (tensor) {
+    arguments.add(tensor);
+  } else {
+    arguments.add_none();
+  }
+}
+
+// Takes arguments off the stack by their kinds. Tensors are contiguous, except those of kind G: a GEMM reads strides.
+std::vector<Tensor> take(const Value* stack, const std::string& kinds) {
+  std::vector<Tensor> tensors(kinds.size());
+  for (size_t i = 0; i < kinds.size(); ++i) {
+    if (kinds[i] == 'T' || kinds[i] == 't' || kinds[i] == 'G') {
+      tensors[i] = take_tensor(stack[i], kinds[i] == 't' ? 't' : 'T');
+    }
+  }
+  for (size_t i = 0; i < kinds.size(); ++i) {
+    if (tensors[i] && kinds[i] != 'G') tensors[i] = contiguous(std::move(tensors[i]));
+  }
+  return tensors;
+}
+
+// The gate's GEMMs, in the same way as layer/gate.py. A CPU multiplies in float32 by the library's grouped GEMM; a GPU
+// multiplies operands of one dtype by torch's. Other dtypes on a GPU are not the task of this file.
+
+// int32 [1] that holds the number of rows.
+Tensor one_group(const Tensor& rows) {
+  const int64_t one = 1;
+  Tensor sizes = empty(1, &one, shims.dtype_int32(), rows.device_type(), rows.device_index());
+  *static_cast<int32_t*>(sizes.data()) = static_cast<int32_t>(rows.sizes()[0]);
+  return sizes;
+}
+
+// rows [T, M] times matrix [M, N], float32.
+Tensor rows_on_cpu(const Tensor& given_rows, const Tensor& given_matrix) {
+  const int32_t float32 = shims.dtype_float32();
+  const Tensor rows = contiguous(to_dtype(given_rows, float32)), matrix = to_dtype(given_matrix, float32);
+  const bool transpose = !is_contiguous(matrix);
+  const Tensor stored = contiguous(transpose ? transposed(matrix) : matrix.share());
+  const int64_t shape[] = {1, stored.sizes()[0], stored.sizes()[1]};
+  const Tensor w = viewed(stored, 3, shape), sizes = one_group(rows);
+  Arguments arguments;
+  for (const Tensor* operand : {&rows, &w, &sizes}) arguments.add(*operand);
+  arguments.add_option(static_cast<int8_t>(transpose));
+  arguments.add_option(Value{0});  // precision "highest"
+  arguments.add_option(Value{0});  // fp8_scales
+  return std::move(run(numbers().grouped_matmul, arguments)[0]);
+}
+
+// x^T d_logits [D, E], float32.
+Tensor gradient_on_cpu(const Tensor& given_x, const Tensor& d_logits) {
+  const int32_t float32 = shims.dtype_float32();
+  const Tensor x = contiguous(to_dtype(given_x, float32)), sizes = one_group(x);
+  Arguments arguments;
+  for (const Tensor* operand : {&x, &d_logits, &sizes}) arguments.add(*operand);
+  arguments.add_option(static_cast<int8_t>(float32));
+  arguments.add_option(Value{0});                                                    // precision "highest"
+  const Tensor product = std::move(run(numbers().grouped_matmul_dw, arguments)[0]);  // [1, D, E]
+  return viewed(product, 2, product.sizes() + 1);
+}
+
+Tensor gate_logits(const Tensor& x, const Tensor& gate) {
+  if (!x.on_cuda()) return rows_on_cpu(x, gate);
+  return matmul(x, gate, shims.dtype_float32());
+}
+
+// d_x in the dtype of x, and d_gate in float32.
+std::pair<Tensor, Tensor> gate_backward(const Tensor& x, const Tensor& gate, const Tensor& d_logits) {
+  if (!x.on_cuda()) {
+    return {to_dtype(rows_on_cpu(d_logits, transposed(gate)), x.dtype()), gradient_on_cpu(x, d_logits)};
+  }
+  const Tensor rounded = to_dtype(d_logits, x.dtype());
+  return {matmul(rounded, transposed(gate), x.dtype()), matmul(transposed(x), rounded, shims.dtype_float32())};
+}
+
+}  // namespace
+
+int32_t add_config(const std::string& layer, const std::string& network) {
+  configs().push_back({layer, network});
+  return static_cast<int32_t>(configs().size()) - 1;
+}
+
+void layer_forward(Value* stack, uint64_t, uint64_t) {
+  enum { X, GATE, EXPERT_BIAS, MASK, FORCED, BOUNDS, W_IN, B_IN, W_OUT, B_OUT, QUANTIZED, CONFIG = QUANTIZED + 4 };
+  const std::vector<Tensor> t = take(stack, "TGttttTtTttttt");
+  const Config& config = configs().at(stack[CONFIG]);
+  Tensor logits = gate_logits(t[X], t[GATE]);
+  Arguments arguments;
+  arguments.add(t[X]);
+  arguments.add(logits);
+  arguments.add_none();  // weights
+  arguments.add_none();  // experts
+  for (int i = EXPERT_BIAS; i < CONFIG; ++i) add(arguments, t[i]);
+  arguments.add_options(config.layer);
+  enum { DROPPED = 2 };
+  std::vector<Tensor> results = run(numbers().layer, arguments);
+  const int64_t one = 1;
+  Tensor dropped_by_source = viewed(results[DROPPED], 1, &one);
+  results.push_back(std::move(logits));
+  results.push_back(std::move(dropped_by_source));
+  for (size_t i = 0; i < results.size(); ++i) stack[i] = results[i].release_value();
+}
+
+void layer_backward(Value* stack, uint64_t, uint64_t) {
+  enum {
+    D_OUTPUT,
+    D_SCORE_SUM,
+    D_LSE,
+    TOKENS,
+    GATE,
+    X,
+    W_IN,
+    W_OUT,
+    B_IN,
+    B_OUT,
+    MASK,
+    WEIGHTS,
+    EXPERTS,
+    LSE,
+    H,
+    LOGITS,
+    ROW_OF_SLOT,
+    SLOT_OF_ROW,
+    GROUP_SIZES,
+    QUANTIZED,
+    W_IN_DTYPE = QUANTIZED + 4,
+    W_OUT_DTYPE,
+    D_X_DTYPE,
+    NEEDS_W_IN,
+    NEEDS_W_OUT,
+    CONFIG,
+  };  // clang-format does not break lists
+  const std::vector<Tensor> t = take(stack, "TttTGTTTtttTTTTTTTTtttt");
+  const Config& config = configs().at(stack[CONFIG]);
+  Arguments arguments;
+  for (int i : {D_OUTPUT, H, X, WEIGHTS, SLOT_OF_ROW, GROUP_SIZES, W_IN, B_IN, W_OUT, B_OUT, LOGITS, EXPERTS, MASK, LSE,
+                D_SCORE_SUM, D_LSE}) {
+    add(arguments, t[i]);
+  }
+  arguments.add_option(static_cast<int8_t>(stack[W_OUT_DTYPE]));
+  arguments.add_option(static_cast<int8_t>(stack[NEEDS_W_OUT] & 1));
+  for (int i = 0; i < 4; ++i) add(arguments, t[QUANTIZED + i]);
+  arguments.add_options(config.layer);
+  enum { DH, D_W_OUT, D_B_OUT, D_WEIGHTS, DH_Q, DH_SCALES, D_LOGITS };
+  std::vector<Tensor> hidden = run(numbers().layer_hidden, arguments);
+  auto [addend, d_gate] = gate_backward(t[TOKENS], t[GATE], hidden[D_LOGITS]);
+  arguments = Arguments();
+  for (int i : {DH, DH_Q, DH_SCALES}) arguments.add(hidden[i]);
+  arguments.add(t[X]);
+  arguments.add(addend);
+  for (int i : {ROW_OF_SLOT, SLOT_OF_ROW, GROUP_SIZES, W_IN, B_IN, W_OUT}) add(arguments, t[i]);
+  arguments.add_option(static_cast<int8_t>(stack[W_IN_DTYPE]));
+  if (stack[D_X_DTYPE] == 0) {
+    arguments.add_none();
+  } else {
+    arguments.add_option(static_cast<int8_t>(unwrap(stack[D_X_DTYPE])));
+  }
+  arguments.add_option(static_cast<int8_t>(stack[NEEDS_W_IN] & 1));
+  for (int i = 0; i < 4; ++i) add(arguments, t[QUANTIZED + i]);
+  arguments.add_options(config.network);
+  std::vector<Tensor> inputs = run(numbers().experts_inputs, arguments);
+  Tensor* results[] = {&inputs[0],       &inputs[1], &inputs[2],       &hidden[D_W_OUT],
+                       &hidden[D_B_OUT], &d_gate,    &hidden[D_LOGITS]};
+  int i = 0;
+  for (Tensor* result : results) stack[i++] = result->release_value();
+}
+
+}  // namespace anabranch::torch

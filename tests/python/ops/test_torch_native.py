@@ -1,0 +1,219 @@
+"""Native kernels of torch's operations: the same bits as through ctypes, errors, threads, processes, memory."""
+
+import concurrent.futures
+import ctypes
+import hashlib
+import json
+import os
+import pathlib
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import anabranch.torch as ab
+from anabranch.torch.binding import define, native
+from anabranch.torch.ops import torch_ops
+
+HERE = pathlib.Path(__file__)
+T, D, F, E, K = 12, 16, 8, 6, 2
+pytestmark = pytest.mark.skipif(native.native is None, reason=f"NO NATIVE OPERATIONS: {native.reason}")
+
+
+def operands(tokens=T, dtype=torch.float32, seed=0, gate_dtype=None):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (tokens, D), (D, E), (E, D, 2, F), (E, F, D)
+    x, gate, *weights = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    return [x, gate if gate_dtype is None else gate.to(gate_dtype), *weights]
+
+
+def digest(tensors):
+    """A hash of the bits of tensors and of their shapes and dtypes."""
+    found = hashlib.sha256()
+    for t in tensors:
+        found.update(f"{t.dtype} {tuple(t.shape)}".encode())
+        flat = t.detach().contiguous().reshape(-1)
+        found.update(bytes(flat.view(torch.uint8).numpy()) if t.numel() else b"")
+    return found.hexdigest()
+
+
+def step(tokens=T, seed=0, dtype=torch.float32, gate_dtype=None, weights_too=False, frozen=(), **options):
+    """Results and gradients of one step."""
+    given = operands(tokens, dtype, seed, gate_dtype)
+    leaves = [a.requires_grad_() for i, a in enumerate(given) if i not in frozen]
+    result = ab.moe(*given, topk=K, **options)
+    generator = torch.Generator().manual_seed(seed + 1)
+    outputs = [result.output, *([result.weights] if weights_too else [])]
+    outputs += [loss for loss in (result.aux_loss, result.z_loss) if loss.requires_grad]
+    torch.autograd.backward(outputs, [torch.randn(o.shape, generator=generator).to(o.dtype) for o in outputs])
+    results = [result.output, result.aux_loss, result.tokens_per_expert, result.experts, result.weights]
+    return [*results, result.dropped, result.dropped_by_source, *(leaf.grad for leaf in leaves)]
+
+
+CASES = {
+    "plain": {},
+    "bfloat16": dict(dtype=torch.bfloat16),
+    "float16": dict(dtype=torch.float16),
+    "a float32 gate": dict(dtype=torch.bfloat16, gate_dtype=torch.float32),
+    "losses": dict(aux_loss_coeff=0.1, z_loss_coeff=0.2),
+    "sigmoid": dict(score_function="sigmoid", normalize=False, scaling_factor=2.5),
+    "groups": dict(num_groups=3, group_topk=2),
+    "aligned rows": dict(align_size=8),
+    "a cotangent of the weights": dict(weights_too=True),
+    "a mask": dict(token_mask=torch.arange(T) % 3 > 0),
+    "a replay": dict(forced_experts=torch.stack([torch.arange(T) % E, torch.arange(T) % 2 - 1], 1)),
+    "biases": dict(b_in=torch.full((E, 2, F), 0.1), b_out=torch.full((E, D), 0.2), expert_bias=torch.arange(E) / 9.0),
+    "a bias of the gate": dict(gate_bias=torch.arange(E) / 9.0),
+    "quantile balancing": dict(expert_bias=torch.arange(E) / 9.0, qb_bins=7, qb_bin_bounds=(-1.0, 1.0)),
+    "early weights": dict(weight_early=True, activation="gelu"),
+    "no tokens": dict(tokens=0),
+    "frozen experts": dict(frozen=(2, 3)),
+    "frozen router and x": dict(frozen=(0, 1)),
+    "frozen x": dict(frozen=(0,)),
+    "x alone": dict(frozen=(1, 2, 3)),
+}
+
+
+def digests():
+    """By name: the layer in all cases, and every operation on its samples."""
+    sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
+    from test_torch_calls import SAMPLES
+
+    found = {name: digest(step(**case)) for name, case in CASES.items()}
+    found |= {f"plain, {n} tokens": digest(step(n)) for n in (1, 31, 12)}
+    for i, (operation, arguments) in enumerate(SAMPLES):
+        results = operation(*arguments)
+        found[f"{i} {operation}"] = digest(results if isinstance(results, list | tuple) else [results])
+    return found
+
+
+def test_bits_are_those_of_calls_through_ctypes():
+    environment = {**os.environ, "ANABRANCH_TORCH_NATIVE": "0"}
+    child = subprocess.run([sys.executable, str(HERE)], env=environment, capture_output=True, text=True, timeout=300)
+    assert child.returncode == 0, child.stderr[-4000:]
+    want = json.loads(child.stdout.splitlines()[-1])
+    assert want.pop("reason") == "ANABRANCH_TORCH_NATIVE=0"
+    before = native.native.counts()[1]
+    got = digests()
+    assert native.native.counts()[1] - before > len(got)
+    assert {name for name in want if want[name] != got[name]} == set() and want.keys() == got.keys()
+
+
+def test_the_whole_layer_is_one_operation_in_each_pass():
+    with torch.profiler.profile() as profile:
+        step()
+    names = [event.name for event in profile.events() if event.name.startswith("anabranch::")]
+    assert names == ["anabranch::layer_forward", "anabranch::layer_backward"]
+
+
+def test_calls_are_prepared_once_for_all_numbers_of_tokens():
+    define.forget_prepared()
+    step(3)
+    before = native.native.counts()[0]
+    for tokens in (7, 0, 100, 3):
+        step(tokens)
+    assert native.native.counts()[0] == before
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_errors_are_those_of_calls_through_ctypes(mode):
+    experts, ids = torch.zeros(4, 1, dtype=torch.int32), torch.zeros(4, 2, dtype=torch.int32)
+    with mode():
+        with pytest.raises(ValueError, match=r"^num_experts: got 4294967296, expected an integer that int32 holds$"):
+            native.call(torch_ops.plan, experts, 2**32, 4, 0, 1)  # raised by Python while calls are prepared
+        with pytest.raises(ValueError, match=r"^slot_of_row: got 5 rows, expected a multiple of align_size 2$"):
+            native.call(torch_ops.plan, ids, 2, 5, 2, 1)  # the status of a C function
+
+
+def test_tensors_that_are_not_contiguous_or_not_aligned():
+    x, gate, w_in, w_out = operands()
+    want = ab.moe(x, gate, w_in, w_out, topk=K).output
+    shifted = torch.empty(T * D + 1)[1:].view(T, D).copy_(x)
+    for other in (x.T.contiguous().T, shifted, torch.stack([x, x], 1)[:, 0]):
+        for w in (w_in, w_in.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0)):
+            for g in (gate, gate.T.contiguous().T, torch.stack([gate, gate], 2)[..., 0]):
+                torch.testing.assert_close(ab.moe(other, g, w, w_out, topk=K).output, want, rtol=1e-4, atol=1e-4)
+
+
+def test_threads_get_the_same_bits():
+    want = {n: digest(step(n, seed=n)) for n in (1, 5, 9, 12)}
+    with concurrent.futures.ThreadPoolExecutor(6) as threads:
+        jobs = [(n, threads.submit(lambda n=n: digest(step(n, seed=n)))) for _ in range(20) for n in want]
+        assert all(job.result() == want[n] for n, job in jobs)
+
+
+def test_a_forked_process_computes():
+    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+    want = digest(step())
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if digest(step()) == want else 1)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_memory_is_flat_over_steps_with_changing_numbers_of_tokens():
+    def steps(number):
+        for i in range(number):
+            step(i % 97)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    steps(200)
+    before = len(native.native._held)
+    first = steps(200)
+    assert steps(400) - first < 2000  # KiB
+    assert len(native.native._held) == before
+
+
+def test_old_calls_are_removed():
+    """The cache has 4,096 keys. Python's memory of a removed entry is released."""
+    probs, counts, number = torch.rand(3, 4), torch.ones(4, dtype=torch.int64), torch.tensor(3)
+    for i in range(4096 + 30):
+        torch_ops.moe_aux_loss(probs, counts, number, 1, 4, 1.0 + i)
+    assert len(native.native._held) <= 4096 + 8
+    define.forget_prepared()
+    assert len(native.native._held) == 0
+
+
+@pytest.mark.skipif(
+    native.native is not None and not native.native.takes_lists, reason="torch 2.9 cannot pass lists, but is tested"
+)
+@pytest.mark.parametrize("fault", [None, "results", "arguments"])
+def test_a_release_of_torch_that_was_never_tested_is_probed(fault):
+    """In a process of its own, because an operation can be defined once."""
+    program = f"""
+import struct
+import anabranch._versions as versions
+fault = {fault!r}
+if fault is None:
+    versions.TESTED = versions.TESTED | dict(torch=())
+from anabranch.torch.binding import calls, native
+unpack, reason = struct.unpack_from, native.reason
+if fault == "results":
+    native.plan = lambda tensors, **options: calls.plan(tensors, **options | dict(num_experts=1))
+if fault == "arguments":
+    struct.unpack_from = lambda code, *rest: tuple(-v for v in unpack(code, *rest)) if code == "<1d" else unpack(code, *rest)
+if fault is not None:
+    try:
+        native.probe(native.native)
+    except native._Unavailable as error:
+        reason = str(error)
+print(reason or "native")
+"""
+    child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert child.returncode == 0, child.stderr[-2000:]
+    expected = {None: "native", "results": "failed the self-test: ", "arguments": "failed the self-test: got arguments"}
+    assert expected[fault] in child.stdout
+
+
+def test_structs_have_the_sizes_of_the_library():
+    library = native.native.library
+    sizes = (ctypes.c_int64 * 7)()
+    library.ab_torch_struct_sizes(sizes)
+    structs = ("Description", "Node", "Condition", "Result", "Place", "Cell", "Call")
+    assert list(sizes) == [ctypes.sizeof(getattr(native, f"_{name}")) for name in structs]
+
+
+if __name__ == "__main__":
+    print(json.dumps(digests() | {"reason": native.reason}))

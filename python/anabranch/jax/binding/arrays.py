@@ -1,6 +1,7 @@
 """Array helpers that several operations use around their calls; JAX traces and differentiates them."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,11 @@ import jax.numpy as jnp
 def flat(array: jax.Array) -> jax.Array:
     """Reshapes [..., n] to [T, n], for any dtype and also if T is 0."""
     return array.reshape(math.prod(array.shape[:-1]), array.shape[-1])
+
+
+def cast(array: jax.Array, dtype: Any) -> jax.Array:
+    """array.astype(dtype), but the array itself if it has that dtype: outside of jit, `jax.grad` would copy it."""
+    return array if array.dtype == dtype and not jax.typeof(array).weak_type else array.astype(dtype)
 
 
 def take(values: jax.Array, index: jax.Array) -> jax.Array:

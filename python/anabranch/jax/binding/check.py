@@ -87,7 +87,7 @@ def array(name: str, value: Any, dtypes: Sequence[str], shape: Sequence[Axis]) -
     value = _checked(name, value, dtypes, shape)
     if not isinstance(value, jax.Array) and jax.dtypes.canonicalize_dtype(value.dtype) != value.dtype:
         raise TypeError(f"{name}: got {describe(value)}, expected another dtype, or jax_enable_x64 to be set")
-    return jnp.asarray(value)
+    return value if isinstance(value, jax.Array) else jnp.asarray(value)
 
 
 def optional_array(name: str, value: Any, dtypes: Sequence[str], shape: Sequence[Axis]) -> jax.Array | None:

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from anabranch.jax.binding.eager import compiled, is_differentiated_once
+
 
 def _refuse(*_: Any, name: str, **__: Any) -> Any:
     raise TypeError(
@@ -33,7 +35,9 @@ batching.primitive_batchers[_tangent] = _refuse
 def _operand_jvp(primals: Any, tangents: Any, *, name: str) -> Any:
     (value,), (tangent,) = primals, tangents
     zero = isinstance(tangent, ad.Zero)
-    return _operand.bind(value, name=name), tangent if zero else _tangent.bind(tangent, name=name)
+    # A derivative of the derivative has to pass _operand again. Without that, residuals are the operands, not copies.
+    primal = value if is_differentiated_once() else _operand.bind(value, name=name)
+    return primal, tangent if zero else _tangent.bind(tangent, name=name)
 
 
 _operand = Primitive("anabranch_operand")
@@ -49,21 +53,29 @@ class ReverseMode:
 
     def __init__(self, function: Callable[..., Any], name: str, nondiff_argnums: tuple[int, ...]):
         functools.update_wrapper(self, function)
-        self._name, self._static = name, nondiff_argnums
-        self._rule = jax.custom_vjp(function, nondiff_argnums=nondiff_argnums)
-        self.defvjp = self._rule.defvjp
+        self._name = name
+        rule = jax.custom_vjp(function, nondiff_argnums=nondiff_argnums)
+        self.defvjp = rule.defvjp
+
+        def run(*arguments: Any) -> Any:
+            operands = (a if i in nondiff_argnums else self._differentiable(a) for i, a in enumerate(arguments))
+            return rule(*operands)
+
+        run.__name__ = run.__qualname__ = name  # the program's name
+        self._run = compiled(nondiff_argnums)(run)
 
     def __call__(self, *arguments: Any) -> Any:
         """The function's results."""
-        return self._rule(
-            *(a if i in self._static else jax.tree.map(self._differentiable, a) for i, a in enumerate(arguments))
-        )
+        return self._run(*arguments)
 
-    def _differentiable(self, leaf: Any) -> Any:
-        # Values that are not traced have no tangent; leaving them alone keeps eager calls unchanged.
-        if isinstance(leaf, jax.core.Tracer) and jnp.issubdtype(leaf.dtype, jnp.inexact):
-            return _operand.bind(leaf, name=self._name)
-        return leaf
+    def _differentiable(self, operands: Any) -> Any:
+        def guarded(leaf: Any) -> Any:
+            # Values that are not traced have no tangent.
+            if isinstance(leaf, jax.core.Tracer) and jnp.issubdtype(leaf.dtype, jnp.inexact):
+                return _operand.bind(leaf, name=self._name)
+            return leaf
+
+        return jax.tree.map(guarded, operands)
 
 
 def reverse_mode(name: str, nondiff_argnums: tuple[int, ...] = ()) -> Callable[[Callable[..., Any]], ReverseMode]:

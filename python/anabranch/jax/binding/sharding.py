@@ -64,7 +64,7 @@ class TokenCall:
         names = names or ("",) * len(arrays)
         call = _Bound(self.function, self.static, given, token_dims, self.results, self.whole, names)
         # Arrays that are not traced are not differentiated. A nested call is differentiated with its outer call.
-        guarded = _on_shards.get() is None and any(isinstance(array, jax.core.Tracer) for array in arrays)
+        guarded = not on_shards() and any(isinstance(array, jax.core.Tracer) for array in arrays)
         outputs: tuple[jax.Array, ...] = (_run_once_differentiable if guarded else _run)(call, *arrays)
         return outputs
 
@@ -102,6 +102,11 @@ class _Bound:
 
     def specs(self, token_axes: Sequence[Axes], token_dims: Sequence[int]) -> tuple[PartitionSpec, ...]:
         return tuple(PartitionSpec(*map(spec_entry, token_axes[:n])) for n in token_dims)
+
+
+def on_shards() -> bool:
+    """Whether a TokenCall's function is being traced."""
+    return _on_shards.get() is not None
 
 
 def token_shard_axes(name: str, tokens: Sequence[int]) -> Axes:
@@ -219,7 +224,7 @@ def check_whole(function: str, **arrays: jax.Array | None) -> None:
 
 def arrays_are_local(*arrays: jax.Array) -> bool:
     """Whether each array is whole on its device: inside a jax.shard_map or a TokenCall, or with one device only."""
-    if _on_shards.get() is not None:
+    if on_shards():
         return True
     mesh = current_mesh(*arrays)
     if mesh.empty:

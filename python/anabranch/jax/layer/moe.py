@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from anabranch.jax.binding import check
+from anabranch.jax.binding.eager import compiled
 from anabranch.jax.binding.sharding import Axes
 from anabranch.jax.layer.fused_layer import (
     check_parallel,
@@ -177,16 +178,31 @@ def run_layer(
         **experts_by_name,
         **quantized_by_name,
     )
+    coefficients = options.loss_coefficients()
+    if parallel is None:
+        return _compiled_moe(config, coefficients, operands)
+    return _moe(config, coefficients, operands, parallel)
+
+
+def _moe(
+    config: LayerConfig, coefficients: tuple[float, float], operands: Operands, parallel: Parallel | None = None
+) -> MoEOutput:
+    """`run_layer` on checked operands."""
+    x, router = operands.x, config.router
+    assert router is not None
     shards = unreduced_axes(parallel, x, router.topk)
     result = fused_layer(config, operands, parallel)
-    coefficients = options.loss_coefficients()
-    aux, z, counts = _losses(router.topk, coefficients, result, token_mask, math.prod(leading), shards)
+    tokens = math.prod(x.shape[:-1])
+    aux, z, counts = _losses(router.topk, coefficients, result, operands.token_mask, tokens, shards)
     assert result.experts is not None and result.weights is not None
     histogram = result.qb_histogram
     if shards and histogram is not None:
         histogram = jax.lax.psum(histogram, shards)
     dropped = jnp.sum(result.dropped, dtype=jnp.int32)
     return MoEOutput(result.output, aux, z, counts, dropped, result.dropped, result.experts, result.weights, histogram)
+
+
+_compiled_moe = compiled(static_argnums=(0, 1))(_moe)
 
 
 def _losses(

@@ -9,6 +9,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from anabranch._packages import needed_by
 from anabranch.jax.binding import check
+from anabranch.jax.binding.arrays import cast
+from anabranch.jax.binding.eager import compiled
 from anabranch.jax.layer.gate import router_logits
 from anabranch.jax.layer.initializers import (
     Initializer,
@@ -214,10 +216,10 @@ class MoE(nnx.Module):
         """
         x = check.array("x", x, check.FLOATS, (..., ("in_features", self.in_features)))
         dtype = x.dtype if self.dtype is None else self.dtype
-        x = x.astype(dtype)
+        x = cast(x, dtype)
 
         def value(variable: nnx.Variable | None) -> Any:
-            return None if variable is None else variable[...].astype(dtype)
+            return None if variable is None else cast(variable[...], dtype)
 
         def weights(variable: nnx.Variable) -> jax.Array:  # float32 stays: moe() then does not round the gradients
             return variable[...] if variable[...].dtype == jnp.float32 else value(variable)
@@ -260,7 +262,7 @@ class MoE(nnx.Module):
         """
         bias = jnp.asarray(self.expert_bias[...])  # type: ignore[index]
         dtypes, E = (*check.FLOATS, "float64"), self.gate.shape[1]
-        return check.array("expert_bias", bias, dtypes, (("E", E),)).astype(jnp.float32)
+        return cast(check.array("expert_bias", bias, dtypes, (("E", E),)), jnp.float32)
 
     def update_quantile_bias(self, qb_histogram: jax.Array) -> None:
         """Sets the selection bias with which every expert would have received an equal share of the tokens.
@@ -302,8 +304,14 @@ class MoE(nnx.Module):
             raise ValueError("update_expert_bias: got a layer without expert bias, expected use_expert_bias=True")
         bias = self._bias()
         load = check.amounts("tokens_per_expert", tokens_per_expert, check.INDICES, bias.shape)
-        load = load.astype(jnp.float32)
-        self.expert_bias.set_value((bias + _rate(rate) * jnp.sign(load.mean() - load)).astype(jnp.float32))
+        self.expert_bias.set_value(_moved(bias, load, _rate(rate)))
+
+
+@compiled()
+def _moved(bias: jax.Array, load: jax.Array, rate: Any) -> jax.Array:
+    """The expert bias after a step of `update_expert_bias`."""
+    load = load.astype(jnp.float32)
+    return (bias + rate * jnp.sign(load.mean() - load)).astype(jnp.float32)
 
 
 def _rate(value: Any) -> Any:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from anabranch.jax.binding import check
+from anabranch.jax.binding.eager import compiled
 from anabranch.jax.layer.fused_layer import (
     check_parallel,
     experts_operands,
@@ -109,16 +110,28 @@ def routed_experts(
     check_parallel(parallel, ffn)
     config = LayerConfig(router=None, ffn=ffn, align_size=given.checked_align_size())
     quantized_by_name = quantized_arrays(ffn, experts_by_name, quantized)
-    shards = unreduced_axes(parallel, x, K)
     operands = Operands(
         x=x,
         gate=None,
         gate_bias=None,
         experts=experts,
-        weights=weights.astype(jnp.float32),
+        weights=weights,
         **experts_by_name,
         **quantized_by_name,
     )
+    return (
+        _compiled_routed_experts(config, operands) if parallel is None else _routed_experts(config, operands, parallel)
+    )
+
+
+def _routed_experts(config: LayerConfig, operands: Operands, parallel: Parallel | None = None) -> RoutedExpertsOutput:
+    """`routed_experts` on checked operands."""
+    assert operands.weights is not None
+    operands = operands._replace(weights=operands.weights.astype(jnp.float32))
+    shards = unreduced_axes(parallel, operands.x, config.ffn.topk)
     result = fused_layer(config, operands, parallel)
     counts = jax.lax.psum(result.tokens_per_expert, shards) if shards else result.tokens_per_expert
     return RoutedExpertsOutput(result.output, counts, jnp.sum(result.dropped, dtype=jnp.int32))
+
+
+_compiled_routed_experts = compiled(static_argnums=(0,))(_routed_experts)

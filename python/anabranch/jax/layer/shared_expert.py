@@ -5,6 +5,7 @@ import jax.numpy as jnp
 
 from anabranch.activation import Activation, as_activation
 from anabranch.jax.binding import check
+from anabranch.jax.binding.eager import compiled
 from anabranch.jax.ops.experts import activate, activate_gated
 from anabranch.precision import TF32, dense_precision_number
 
@@ -69,6 +70,21 @@ def shared_expert(
     column = getattr(w_gate, "ndim", 1) == 2
     w_gate = check.optional_array("w_gate", w_gate, check.FLOATS, (("D", D), ("1", 1)) if column else (("D", D),))
     mask = check.optional_array("token_mask", token_mask, check.BOOL, x.shape[:-1])
+    return _shared_expert(act, number, x, w_in, w_out, w_gate, mask)
+
+
+@compiled(static_argnums=(0, 1))
+def _shared_expert(
+    act: Activation,
+    number: int,
+    x: jax.Array,
+    w_in: jax.Array,
+    w_out: jax.Array,
+    w_gate: jax.Array | None,
+    mask: jax.Array | None,
+) -> jax.Array:
+    """`shared_expert` of checked arguments; number: the precision."""
+    D, P, S = w_in.shape
     if mask is not None:  # masks x too: 0 * NaN in the gradients of the weights would be NaN
         x = jnp.where(mask[..., None], x, 0)
     h = _matmul(x, w_in.reshape(D, P * S), number).reshape(*x.shape[:-1], P, S)

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from anabranch.jax.binding import check, ffi, workspaces
 from anabranch.jax.binding.derivatives import reverse_mode
+from anabranch.jax.binding.eager import compiled
 from anabranch.jax.binding.sharding import TokenCall
 
 _COUNTS = (*check.INTEGERS, "float32")
@@ -34,6 +35,13 @@ def _balance(
     counts = jax.lax.stop_gradient(counts).astype(jnp.float32)
     score_sum = jnp.where(has_tokens[..., None], score_sum, 0.0)
     return scale * jnp.sum(score_sum * counts, axis=-1)
+
+
+@compiled(static_argnums=(0, 1))
+def _mean_balance(topk: int, coeff: float, score_sum: jax.Array, counts: jax.Array, tokens: jax.Array) -> jax.Array:
+    """The mean of `_balance` over the sequences."""
+    losses = _balance(score_sum, counts, score_sum.shape[-1], topk, coeff, tokens)
+    return jnp.sum(losses) / max(losses.size, 1)
 
 
 def load_balance_loss(
@@ -72,8 +80,7 @@ def load_balance_loss(
     counts = check.amounts("tokens_per_expert", tokens_per_expert, _COUNTS, score_sum.shape)
     topk, coeff = check.integer("topk", topk, 1, E), check.number("coeff", coeff)
     tokens = _num_tokens("num_tokens", num_tokens, tuple(leading))
-    losses = _balance(score_sum, counts, E, topk, coeff, tokens)
-    return jnp.sum(losses) / max(losses.size, 1)
+    return _mean_balance(topk, coeff, score_sum, counts, tokens)
 
 
 def z_loss(
@@ -106,9 +113,14 @@ def z_loss(
     lse = check.array("lse", lse, ("float32",), (...,))
     coeff = check.number("coeff", coeff)
     mask = check.optional_array("token_mask", token_mask, check.BOOL, lse.shape)
-    if num_tokens is not None:
-        tokens = _num_tokens("num_tokens", num_tokens, ())
-    else:
+    tokens = None if num_tokens is None else _num_tokens("num_tokens", num_tokens, ())
+    return _mean_square(coeff, lse, mask, tokens)
+
+
+@compiled(static_argnums=(0,))
+def _mean_square(coeff: float, lse: jax.Array, mask: jax.Array | None, tokens: jax.Array | None) -> jax.Array:
+    """`mean_of_squares` over the unmasked tokens; tokens: their number, None: counted here."""
+    if tokens is None:
         tokens = jnp.float32(lse.size) if mask is None else jnp.sum(mask).astype(jnp.float32)
     if mask is not None:
         lse = jnp.where(mask, lse, 0.0)
@@ -160,7 +172,7 @@ def fused_moe_aux_loss(
         raise ValueError(f"num_experts: got {E}, expected a divisor of the {C} columns of probs")
     topk, coeff = check.integer("topk", topk, 1, E), check.number("coeff", coeff)
     tokens = _num_tokens("total_num_tokens", T if total_num_tokens is None else total_num_tokens, ())
-    return _balance(_score_sum(probs), counts, E, topk, coeff, tokens)
+    return _dense_balance(E, topk, coeff, probs, counts, tokens)
 
 
 def _sum(_: None, scores: jax.Array) -> tuple[jax.Array]:
@@ -189,3 +201,11 @@ def _score_sum_bwd(like, d_sum):
 
 
 _score_sum.defvjp(_score_sum_fwd, _score_sum_bwd)
+
+
+@compiled(static_argnums=(0, 1, 2))
+def _dense_balance(
+    num_experts: int, topk: int, coeff: float, probs: jax.Array, counts: jax.Array, tokens: jax.Array
+) -> jax.Array:
+    """`_balance` of dense scores."""
+    return _balance(_score_sum(probs), counts, num_experts, topk, coeff, tokens)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from anabranch.jax.binding import check, ffi, workspaces
 from anabranch.jax.binding.arrays import flat
+from anabranch.jax.binding.eager import compiled
 from anabranch.jax.binding.sharding import TokenCall, token_shard_axes
 from anabranch.rows import check_num_rows, check_num_slots, num_rows_needed
 
@@ -43,6 +44,7 @@ class Plan(NamedTuple):
         return _experts_of_rows(self.offsets, self.slot_of_row)
 
 
+@compiled()
 @functools.partial(jnp.vectorize, signature="(n),(r)->(r)")  # also for the plans of a vmap
 def _experts_of_rows(offsets: jax.Array, slot_of_row: jax.Array) -> jax.Array:
     rows = jnp.arange(slot_of_row.shape[0], dtype=jnp.int32)
@@ -140,6 +142,8 @@ def _plan(options: _PlanOptions, experts: jax.Array) -> Plan:
 
 _plan.defvjp(lambda options, experts: (_plan(options, experts), None), lambda options, _, d_plan: (None,))
 
+_compiled_plan = compiled(static_argnums=(0,))(_plan)
+
 
 def plan(
     experts: Any, num_experts: int, *, align_size: int = 0, num_rows: int | None = None, num_destinations: int = 1
@@ -192,4 +196,4 @@ def plan(
             "fewer than 2^31"
         )
     R = check_num_rows("num_rows", needed if num_rows is None else num_rows, P * max(align_size, 1))
-    return _plan(_PlanOptions(E, align_size, R, P), experts)
+    return _compiled_plan(_PlanOptions(E, align_size, R, P), experts)

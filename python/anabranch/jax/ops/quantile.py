@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from anabranch.jax.binding import check
+from anabranch.jax.binding.eager import compiled
 
 #: The square of the number of experts must fit int32.
 _MOST_EXPERTS = 46340
@@ -72,7 +73,13 @@ def quantile_bias(histogram: jax.Array, lower: float | jax.Array, upper: float |
     if E > _MOST_EXPERTS:
         raise ValueError(f"histogram: got {E} experts, expected at most {_MOST_EXPERTS}")
     topk = check.integer("topk", topk, 1, E - 1)
-    lower, upper = bin_bounds((lower, upper), ("lower", "upper"))
+    return _bias(topk, counts, bin_bounds((lower, upper), ("lower", "upper")))
+
+
+@compiled(static_argnums=(0,))
+def _bias(topk: int, counts: jax.Array, bounds: jax.Array) -> jax.Array:
+    """`quantile_bias` of checked arguments; bounds: (lower, upper)."""
+    (E, bins), (lower, upper) = counts.shape, bounds
     cumulative = jnp.cumsum(counts, axis=1)
     # The quantile is at count K n / E of n. Integer part and remainder are exact, so it never moves to another bin.
     n_quotient, n_remainder = cumulative[:, -1] // E, cumulative[:, -1] % E

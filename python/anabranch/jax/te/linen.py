@@ -9,6 +9,7 @@ from anabranch._packages import needed_by
 from anabranch.activation import Activation, as_activation
 from anabranch.dense_router import normalizes
 from anabranch.jax.binding import check
+from anabranch.jax.binding.arrays import cast
 from anabranch.jax.layer.gate import router_logits
 from anabranch.jax.layer.initializers import (
     Initializer,
@@ -306,7 +307,8 @@ class MoEBlock(nn.Module):
           TypeError: an argument or a parameter has the wrong type or dtype.
           ValueError: a shape does not fit, or an argument contradicts the block's attributes.
         """
-        inputs = check.array("inputs", inputs, check.FLOATS, (..., "D")).astype(self.dtype)
+        inputs = check.array("inputs", inputs, check.FLOATS, (..., "D"))
+        inputs = cast(inputs, self.dtype)
         E, D, F = self.num_experts, inputs.shape[-1], self.intermediate_size
         if D < 1:
             raise ValueError(f"inputs: got {check.describe(inputs)}, expected [..., D] with D >= 1")

@@ -292,7 +292,7 @@ void measure(const Options& options, const Shape& shape, const Named& named, boo
   g.E = shape.E;
   g.D = D;
   g.N = N;
-  if (const char* why = over_rows ? hopper::why_not(p) : hopper::why_not(g)) fail(why);
+  if (const char* why = over_rows ? hopper::unsupported_reason(p) : hopper::unsupported_reason(g)) fail(why);
   const Memory workspace(over_rows ? 0 : cuda::weight_gradient_bytes(g.R, g.E, g.D, g.N));
   const Memory activations(fused ? static_cast<size_t>(R * half(shape)) * 2 : 0);
   const Memory dots(fused ? static_cast<size_t>(R * hopper::ceil_div(half(shape), 128)) * sizeof(float) : 0);
@@ -313,7 +313,7 @@ void measure(const Options& options, const Shape& shape, const Named& named, boo
       op.a = {activations.data(), AB_BFLOAT16};
       return hopper::launch_gemm(op, tile, multiprocessors, nullptr);
     }
-    cuda::HiddenGradient op;
+    cuda::IntermediateGradient op;
     fill(op);
     op.weights = {weights.data(), AB_FLOAT32};
     op.d_y = {x.data(), AB_BFLOAT16};

@@ -50,7 +50,7 @@ class Function(torch.autograd.Function):
     def call_eager(cls, *arguments: Any) -> Any:
         """Like `call`, in the plain eager case (see `is_plain_eager`)."""
         with python_errors():
-            return super(private.apply_below or Function, cls).apply(*arguments)  # type: ignore[misc]
+            return super(private.apply_below or Function, cls).apply(*arguments)  # type: ignore[misc,arg-type]
 
     @classmethod
     def vmap(cls, info: Any, in_dims: Any, *arguments: Any) -> Any:

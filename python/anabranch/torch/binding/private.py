@@ -148,13 +148,13 @@ functorch_is_active: Callable[[], bool] = _found["torch._C:_are_functorch_transf
 
 #: The level of forward mode; negative if it is inactive.
 forward_level: Callable[[], int] = (
-    functools.partial(getattr, forward_ad, "_current_level")
+    functools.partial(operator.getitem, vars(forward_ad), "_current_level")
     if _has("torch.autograd.forward_ad:_current_level")
     else lambda: 0
 )
 
 num_dispatch_modes: Callable[[], int] = _found["torch._C:_len_torch_dispatch_stack"] or (lambda: 1)
-num_function_modes: Callable[[], int] = _found["torch._C:_len_torch_function_stack"] or (lambda: 1)
+num_function_modes: Callable[[], int] = _found["torch._C:_len_torch_function_stack"] or (lambda: 2)
 function_mode_at: Callable[[int], Any] = _found["torch._C:_get_function_stack_at"] or (lambda index: None)
 DeviceContext: Any = _found["torch.utils._device:DeviceContext"]
 
@@ -166,7 +166,7 @@ unwrap_dead_wrappers: Callable[[tuple[Any, ...]], tuple[Any, ...]] = _found[
     "torch._functorch.utils:unwrap_dead_wrappers"
 ] or (lambda arguments: arguments)
 
-#: `super(apply_below, function).apply` is what torch.autograd.Function.apply calls outside torch.func. Without it, None.
+#: torch.autograd.Function.apply calls `super(apply_below, function).apply` outside torch.func. None: it may do more.
 apply_below: Any = None
 if (
     _has(
@@ -248,7 +248,7 @@ def _scale_all(tensors: Sequence[Tensor], factor: Tensor) -> None:
         tensor.mul_(factor)
 
 
-foreach_norm: Callable[..., Sequence[Tensor]] = _found["torch:_foreach_norm"] or _norms
+foreach_norm: Callable[..., Any] = _found["torch:_foreach_norm"] or _norms
 foreach_mul_: Callable[..., None] = _found["torch:_foreach_mul_"] or _scale_all
 
 _is_wrapped: Callable[[Tensor], bool] = _found["torch._C._functorch:is_functorch_wrapped_tensor"] or (
@@ -447,9 +447,13 @@ class _GatheredTexts:
         pass
 
 
+#: Whether texts are exchanged through stores. Otherwise all ranks must exchange in the same calls.
+has_stores = not _CAN_DISTRIBUTE or _has("torch.distributed.distributed_c10d:_world.pg_map")
+
+
 def store_of(group: Any) -> Any:
     """The store of a process group, or None if it has none."""
-    if not _has("torch.distributed.distributed_c10d:_world.pg_map"):
+    if not has_stores:
         return _GatheredTexts(group)
     _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
     return store

@@ -147,7 +147,7 @@ def _unsupported(what: str, *names: str) -> NotImplementedError:
 functorch_is_active: Callable[[], bool] = _found["torch._C:_are_functorch_transforms_active"] or (lambda: True)
 
 #: The level of forward mode; negative if it is inactive.
-forward_level: Callable[[], int] = (
+forward_level: Callable[[], Any] = (
     functools.partial(operator.getitem, vars(forward_ad), "_current_level")
     if _has("torch.autograd.forward_ad:_current_level")
     else lambda: 0

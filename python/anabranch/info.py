@@ -35,7 +35,10 @@ def _torch() -> dict[str, str]:
     built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "the CPU alone"
     devices = ["cpu"]
     devices += [f"cuda:{i} ({torch.cuda.get_device_name(i)})" for i in range(torch.cuda.device_count())]
-    return {"torch built for": built, "torch devices": ", ".join(devices), "torch operations": _torch_operations()}
+    facts = {"torch built for": built, "torch devices": ", ".join(devices), "torch operations": _torch_operations()}
+    if missing := _missing_in_torch():
+        facts["torch lacks"] = f"{missing}; slower or more limited functions take their place"
+    return facts
 
 
 def _torch_operations() -> str:
@@ -45,6 +48,15 @@ def _torch_operations() -> str:
     except (ImportError, _library.LibraryError) as error:
         return f"none: {error}"
     return f"through ctypes: {native.reason}" if native.native is None else native.native.describe()
+
+
+def _missing_in_torch() -> str:
+    """The private names that the installed torch lacks."""
+    try:
+        from anabranch.torch.binding import private
+    except (ImportError, _library.LibraryError):
+        return ""  # see "torch operations"
+    return ", ".join(private.missing())
 
 
 def _cuda() -> dict[str, str]:

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import anabranch.torch as ab
-from anabranch.torch.binding import define, native
+from anabranch.torch.binding import autograd, define, native
 from anabranch.torch.ops import torch_ops
 
 HERE = pathlib.Path(__file__)
@@ -125,6 +125,34 @@ def test_errors_are_those_of_calls_through_ctypes(mode):
             native.call(torch_ops.plan, experts, 2**32, 4, 0, 1)  # raised by Python while calls are prepared
         with pytest.raises(ValueError, match=r"^slot_of_row: got 5 rows, expected a multiple of align_size 2$"):
             native.call(torch_ops.plan, ids, 2, 5, 2, 1)  # the status of a C function
+
+
+class _Plan(autograd.Function):
+    @staticmethod
+    def forward(experts):
+        return torch_ops.plan(experts, E, 5, 2, 1)[0]
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def backward(ctx, _):
+        return None
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
+def test_errors_of_autograd_functions_inside_torch_func(mode):
+    with mode(), pytest.raises(ValueError, match=r"^slot_of_row: got 5 rows, expected a multiple of align_size 2$"):
+        torch.vmap(_Plan.call)(torch.zeros(2, T, K, dtype=torch.int32))
+
+
+def test_calls_are_prepared_once_for_sizes_given_as_integers():
+    define.forget_prepared()
+    experts, before = torch.zeros(T, K, dtype=torch.int32), native.native.counts()[0]
+    for rows in (T * K, 0, 100):
+        assert torch_ops.plan(experts, E, rows, 1, 1)[4].shape == (rows,)
+    assert native.native.counts()[0] == before + 1
 
 
 def test_tensors_that_are_not_contiguous_or_not_aligned():

@@ -6,9 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.utils import unwrap_dead_wrappers
-from torch.autograd import forward_ad
 
+from anabranch.torch.binding import private
 from anabranch.torch.binding.derivatives import once_differentiable, without_forward_mode
 from anabranch.torch.binding.native import python_errors
 
@@ -42,16 +41,16 @@ class Function(torch.autograd.Function):
             # Views: torch.compile does not see that inputs of torch.func.grad need a gradient, and would keep only the
             # forward pass.
             return cls.apply(*(a.view_as(a) if isinstance(a, Tensor) else a for a in arguments))
-        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
-            with without_forward_mode(cls.__name__.lstrip("_")):
+        if private.functorch_is_active() or private.forward_level() >= 0:
+            with without_forward_mode(cls.__name__.lstrip("_")), python_errors():
                 return cls.apply(*arguments)
-        return cls.call_eager(*unwrap_dead_wrappers(arguments))
+        return cls.call_eager(*private.unwrap_dead_wrappers(arguments))
 
     @classmethod
     def call_eager(cls, *arguments: Any) -> Any:
         """Like `call`, in the plain eager case (see `is_plain_eager`)."""
         with python_errors():
-            return super(torch.autograd.Function, cls).apply(*arguments)  # type: ignore[misc]
+            return super(private.apply_below or Function, cls).apply(*arguments)  # type: ignore[misc,arg-type]
 
     @classmethod
     def vmap(cls, info: Any, in_dims: Any, *arguments: Any) -> Any:

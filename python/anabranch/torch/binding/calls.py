@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from anabranch import _library, _structs
+from anabranch.torch.binding import private
 from anabranch.torch.binding.described import Described, Size, Sizes, check_int32
 
 _DTYPES = {getattr(torch, name): number for name, number in _library.DTYPES.items()}
@@ -187,7 +188,7 @@ class PreparedCalls:
         Raises:
           ValueError, NotImplementedError, MemoryError, RuntimeError: by the status of a C function.
         """
-        if not self.on_cuda or torch._C._cuda_getDevice() == self.device.index:
+        if not self.on_cuda or private.current_device() == self.device.index:
             return self._run(given)
         with torch.cuda.device(self.device.index):
             return self._run(given)
@@ -207,7 +208,7 @@ class PreparedCalls:
         self._write([*memories, working])
         execution.workspace = working + self._working_size
         if self.on_cuda:
-            execution.stream = torch._C._cuda_getCurrentRawStream(device.index)
+            execution.stream = private.current_stream(device.index)
         for function, _, args in self.functions:
             _check(function(ctypes.byref(args), ctypes.byref(execution)))
         return tuple(results)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from anabranch.checks import INDEX_LIMIT, boolean, choice, describe, integer, number
 from anabranch.rows import check_num_rows
+from anabranch.torch.binding import private
 from anabranch.torch.binding.described import Size
 
 __all__ = (
@@ -113,9 +114,7 @@ def exceeds_int32(number: Any) -> bool:
     exceeds = number >= INDEX_LIMIT
     if isinstance(exceeds, bool):
         return exceeds
-    from torch.fx.experimental.symbolic_shapes import guard_or_false  # it imports sympy, which takes long
-
-    return bool(guard_or_false(exceeds))
+    return private.guard_or_false(exceeds)
 
 
 #: Torch 2.11 cannot compile sym_min inside `torch.device(...)`. Strict export with an align_size limits T there.
@@ -162,9 +161,9 @@ def as_indices(value: Tensor) -> Tensor:
 
 def host_values(value: Tensor) -> Any:
     """The values of a CPU tensor as nested lists, or None in a traced program or a transformation."""
-    eager = not (torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active())
+    eager = not (torch.compiler.is_compiling() or private.functorch_is_active())
     plain = type(value) in (Tensor, torch.nn.Parameter) and value.device.type == "cpu"
-    return value.tolist() if eager and plain and torch._C._len_torch_dispatch_stack() == 0 else None
+    return value.tolist() if eager and plain and private.num_dispatch_modes() == 0 else None
 
 
 def same_device(name: str, first: Tensor, **others: Tensor | None) -> None:

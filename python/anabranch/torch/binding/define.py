@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from anabranch.torch.binding import native as _native
+from anabranch.torch.binding import private
 from anabranch.torch.binding.autograd import loop_batch
 from anabranch.torch.binding.calls import Call, PreparedCalls, flat_sizes
 from anabranch.torch.binding.derivatives import reject_derivative
@@ -89,9 +90,9 @@ def _prepare(
     return prepared
 
 
-def _python_run(name: str, schema: Any, allocate: Callable[..., Any], calls: Callable[..., Any]) -> Callable[..., Any]:
+def _python_run(schema: str, allocate: Callable[..., Any], calls: Callable[..., Any]) -> Callable[..., Any]:
     """The kernel of an operation as a Python function."""
-    single = len(schema.returns) == 1
+    name, single = schema.split("(")[0], not schema.endswith(")")
     kinds = _native.kinds_of(schema)
     tensors = [i for i, kind in enumerate(kinds) if kind in "Tt"]
     sizes_at = [i for i, kind in enumerate(kinds) if kind == "n"]
@@ -124,7 +125,7 @@ def _native_run(operation: Any) -> Callable[..., Any]:
     """Calls the native kernel of an operation, below autograd."""
 
     def run(*arguments: Any) -> Any:
-        with _native.python_errors(), torch._C._AutoDispatchBelowAutograd():
+        with _native.python_errors(), private.below_autograd():
             return operation(*arguments)
 
     return run
@@ -154,11 +155,11 @@ def define(schema: str, allocate: Callable[..., Any], calls: Callable[..., Call 
     name = schema.split("(")[0]
     _ops.define(schema)
     operation = getattr(torch.ops.anabranch, name).default
-    native = _native.native
-    if native is not None and native.register(name, operation._schema, allocate, calls):
+    python_run, native = _python_run(schema, allocate, calls), _native.native
+    if native is not None and native.register(schema, allocate, calls):
         run, keys = _native_run(operation), [key for key in ("CPU", "CUDA") if key not in native.dispatch_keys]
     else:
-        run, keys = _python_run(name, operation._schema, allocate, calls), ["CPU", "CUDA"]
+        run, keys = python_run, ["CPU", "CUDA"]
 
     def fake(*arguments: Any) -> Any:
         # `run` makes its arguments contiguous, so results have the strides of contiguous arguments.
@@ -168,7 +169,7 @@ def define(schema: str, allocate: Callable[..., Any], calls: Callable[..., Call 
         return loop_batch(operation, info, in_dims, arguments)
 
     for key in keys:
-        _ops.impl(name, run, key)
+        _ops.impl(name, python_run, key)
     torch.library.register_fake(f"anabranch::{name}", fake, lib=_ops)
     torch.library.register_vmap(f"anabranch::{name}", batched, lib=_ops)
     _ops.impl(name, reject_derivative(operation, run), "Autograd", with_keyset=True)

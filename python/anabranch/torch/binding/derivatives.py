@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 
+from anabranch.torch.binding import private
 from anabranch.torch.binding.native import python_errors
 
 
@@ -100,7 +100,7 @@ def once_differentiable(name: str, backward: Callable[..., Any]) -> Callable[...
 # ---------------------------------------------------------------- operations
 
 
-class _RejectDerivative(torch.autograd.function._SingleLevelFunction):
+class _RejectDerivative(private.SingleLevelFunction):  # type: ignore[misc]
     """An operation whose backward pass raises.
 
     The base class handles one level of torch.func. An operation's kernel already runs inside a level;
@@ -126,19 +126,9 @@ class _RejectDerivative(torch.autograd.function._SingleLevelFunction):
 def _below_autograd(operation: Any, keys: Any, arguments: Sequence[Any]) -> Any:
     # An autograd function disables gradients, also for outer levels of torch.func, which still need theirs. torch
     # enables them in the same way when it passes from level to level.
-    below = torch.enable_grad() if torch._C._are_functorch_transforms_active() else contextlib.nullcontext()
-    with python_errors(), torch._C._AutoDispatchBelowAutograd(), below:
-        return operation.redispatch(keys & torch._C._after_autograd_keyset, *arguments)
-
-
-#: Dispatch keys of a call on plain tensors, without modes, subclasses and torch.func.
-_PLAIN = tuple(
-    torch._C.DispatchKeySet(backend) | torch._C.DispatchKeySet(autograd)
-    for backend, autograd in (
-        (torch._C.DispatchKey.CPU, torch._C.DispatchKey.AutogradCPU),
-        (torch._C.DispatchKey.CUDA, torch._C.DispatchKey.AutogradCUDA),
-    )
-)
+    below = torch.enable_grad() if private.functorch_is_active() else contextlib.nullcontext()
+    with python_errors(), private.below_autograd(), below:
+        return operation.redispatch(keys & private.after_autograd_keys, *arguments)
 
 
 def reject_derivative(operation: Any, run: Callable[..., Any]) -> Callable[..., Any]:
@@ -153,12 +143,12 @@ def reject_derivative(operation: Any, run: Callable[..., Any]) -> Callable[..., 
     """
 
     def record(keys: Any, *arguments: Any) -> Any:
-        if forward_ad._current_level >= 0 and any(_has_tangent(a) for a in arguments):
+        if private.forward_level() >= 0 and any(_has_tangent(a) for a in arguments):
             raise NotImplementedError(f"{operation}: got a tangent, expected none: forward mode is unsupported")
         if torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in arguments):
-            with enable_single_level_autograd_function():
-                return _RejectDerivative.apply(operation, keys, *arguments)  # type: ignore[attr-defined]
-        if keys in _PLAIN:
+            with private.single_level_function():
+                return _RejectDerivative.apply(operation, keys, *arguments)
+        if keys in private.plain_keys:
             return run(*arguments)
         return _below_autograd(operation, keys, arguments)
 

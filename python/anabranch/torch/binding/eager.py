@@ -5,9 +5,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
-from torch.utils._device import DeviceContext
 
+from anabranch.torch.binding import private
 from anabranch.torch.binding.autocast import has_autocast
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
@@ -17,9 +16,9 @@ def is_plain_eager(device: torch.device, tensors: Iterable[Any]) -> bool:
     """Whether a call on these tensors (or None) is neither traced nor transformed, and no mode observes it."""
     if (
         torch.compiler.is_compiling()
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-        or torch._C._len_torch_dispatch_stack()
+        or private.functorch_is_active()
+        or private.forward_level() >= 0
+        or private.num_dispatch_modes()
         or _has_function_mode()
         or not has_autocast(device)
         or torch.is_autocast_enabled(device.type)
@@ -30,8 +29,8 @@ def is_plain_eager(device: torch.device, tensors: Iterable[Any]) -> bool:
 
 def _has_function_mode() -> bool:
     """Whether a mode sees calls of torch's functions. A default device is one, but affects no call on given tensors."""
-    number = torch._C._len_torch_function_stack()
-    return number > 1 or (number == 1 and type(torch._C._get_function_stack_at(0)) is not DeviceContext)
+    number = private.num_function_modes()
+    return number > 1 or (number == 1 and type(private.function_mode_at(0)) is not private.DeviceContext)
 
 
 def needs_graph(tensors: Iterable[Any]) -> bool:

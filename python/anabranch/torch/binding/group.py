@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from anabranch.torch.binding import check
+from anabranch.torch.binding import check, private
 from anabranch.torch.binding.autograd import Function
 
 
@@ -18,6 +18,8 @@ def check_group(name: str, value: Any) -> Any:
     """Returns the value if it is a process group or None."""
     if value is not None and not (dist.is_available() and isinstance(value, dist.ProcessGroup)):
         raise TypeError(f"{name}: got {check.describe(value)}, expected a torch.distributed.ProcessGroup or None")
+    if value is not None:
+        private.note_group(value)
     return value
 
 
@@ -31,8 +33,8 @@ def summed(value: Tensor, group: Any) -> Tensor:
     """The sum of a tensor over the ranks of a group, without a gradient; with group None the tensor itself."""
     if group is None:
         return value
-    reduced = torch.ops._c10d_functional.all_reduce(value.detach().contiguous(), "sum", group.group_name)
-    total: Tensor = torch.ops._c10d_functional.wait_tensor(reduced)
+    reduced = private.collectives.all_reduce(value.detach().contiguous(), "sum", group.group_name)
+    total: Tensor = private.collectives.wait_tensor(reduced)
     return total
 
 

@@ -24,8 +24,8 @@ _MAX_RANK = _structs.MAX_RANK
 
 #: Letters of argument types in schemas; see src/torch/operations.h.
 _LETTERS = {
-    "Tensor": "T", "Optional[Tensor]": "t", "SymInt": "n", "int": "i", "bool": "b", "float": "f", "ScalarType": "d",
-    "Optional[ScalarType]": "D", "List[int]": "I", "List[float]": "F", "str": "s",
+    "Tensor": "T", "Tensor?": "t", "SymInt": "n", "int": "i", "bool": "b", "float": "f", "ScalarType": "d",
+    "ScalarType?": "D", "int[]": "I", "float[]": "F", "str": "s",
 }  # fmt: skip
 
 
@@ -133,9 +133,9 @@ class Native:
         """The dispatch keys that have native kernels."""
         return ("CPU", "CUDA") if self.on_cuda else ("CPU",)
 
-    def register(self, name: str, schema: Any, allocate: Callable[..., Any], calls: Callable[..., Any]) -> bool:
+    def register(self, schema: str, allocate: Callable[..., Any], calls: Callable[..., Any]) -> bool:
         """Registers the kernels of an operation; False: it has arguments that a native kernel can't read."""
-        kinds = kinds_of(schema)
+        name, kinds = schema.split("(")[0], kinds_of(schema)
         number = self.library.ab_torch_add(name.encode(), kinds.encode())
         self._check(number)
         self.operations.append((kinds, allocate, calls))
@@ -316,9 +316,14 @@ def _address(function: Any) -> int | None:
     return ctypes.cast(function, ctypes.c_void_p).value
 
 
-def kinds_of(schema: Any) -> str:
-    """A letter for each argument of a schema."""
-    return "".join(_LETTERS[str(argument.real_type)] for argument in schema.arguments)
+def kinds_of(schema: str) -> str:
+    """A letter for each argument of a schema.
+
+    >>> kinds_of("name(Tensor x, int[] sizes) -> (Tensor, Tensor)")
+    'TI'
+    """
+    arguments = schema.partition("(")[2].partition(")")[0].split(", ")
+    return "".join(_LETTERS[argument.split()[0]] for argument in arguments)
 
 
 def _load() -> Native:
@@ -373,7 +378,7 @@ def probe(library: Native) -> None:
     space = torch.library.Library("anabranch_probe", "DEF")
     space.define(_PROBE)
     operation = torch.ops.anabranch_probe.probe.default
-    kinds = kinds_of(operation._schema)
+    kinds = kinds_of(_PROBE)
     number = library.library.ab_torch_add(b"probe", kinds.encode())
     library.operations.append((kinds, allocate, calls))
     arguments = [o if not isinstance(o, tuple) else list(o) for o in _PROBE_OPTIONS]

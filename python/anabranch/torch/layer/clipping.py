@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from anabranch.torch.binding import check
+from anabranch.torch.binding import check, private
 from anabranch.torch.binding.group import local_part, summed
 from anabranch.torch.layer.expert_state import expert_groups
 
@@ -33,7 +33,7 @@ def _by_groups(model: nn.Module) -> dict[tuple[Any, ...], list[Tensor]]:
 
 def _square(groups: tuple[Any, ...], parts: list[Tensor]) -> Tensor:
     """The sum of squares over all ranks, in float64: rounded to float32, it does not depend on the order of ranks."""
-    square = torch.stack(torch._foreach_norm(parts, 2, dtype=torch.float32)).double().square().sum()
+    square = torch.stack(private.foreach_norm(parts, 2, dtype=torch.float32)).double().square().sum()
     for group in groups:
         square = summed(square, group)
     return square
@@ -75,5 +75,5 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     total = torch.stack([_square(groups, parts) for groups, parts in by_groups.items()]).sum().sqrt().float()
     factor = (max_norm / (total + 1e-6)).clamp(max=1.0)
     for parts in by_groups.values():
-        torch._foreach_mul_(parts, factor)
+        private.foreach_mul_(parts, factor)
     return total

@@ -5,12 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anabranch.torch.binding import private
+
 _ops = torch.library.Library("anabranch", "FRAGMENT")
 
 
 def _add_counts(total: Tensor, counts: Tensor) -> None:
     # A forward pass inside a backward pass recomputes a checkpoint, whose tokens have been counted.
-    if torch._C._current_graph_task_id() == -1:
+    if private.graph_task() == -1:
         total.add_(counts)
 
 

@@ -5,7 +5,7 @@ from typing import TypeVar
 
 from torch import nn
 
-from anabranch.torch.binding import check
+from anabranch.torch.binding import check, private
 from anabranch.torch.layer.expert_state import expert_tensors
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -16,12 +16,12 @@ class _Names:
 
     def __init__(self, model: nn.Module):
         self.model = model
-        self.others = set(getattr(model, "_ddp_params_and_buffers_to_ignore", ()))
+        self.others = set(private.ignored_by_ddp(model))
 
     def __iter__(self) -> Iterator[str]:
         yield from self.others
         for name, value, _ in expert_tensors(self.model):
-            value._ddp_ignored = True  # type: ignore[attr-defined]
+            private.mark_ignored(value)
             # If the layer itself is the model, DDP looks up names with and without a leading dot. A compiled model adds
             # a prefix.
             yield name
@@ -60,5 +60,5 @@ def ddp_ignore_experts(model: Model) -> Model:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model: got {check.describe(model)}, expected a torch.nn.Module")
-    model._ddp_params_and_buffers_to_ignore = _Names(model)  # type: ignore[assignment]
+    private.ignore_in_ddp(model, _Names(model))
     return model

@@ -16,8 +16,8 @@ def _adapted(module: nn.Module) -> Any:
     """
     if not isinstance(module.__dict__.get("parameter_name"), str):
         return None
-    while "base_layer" in module._modules:
-        module = module._modules["base_layer"]  # type: ignore[assignment]
+    while (base := dict(module.named_children()).get("base_layer")) is not None:
+        module = base
     return module
 
 

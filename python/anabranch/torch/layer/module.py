@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from anabranch._text import shown
 from anabranch.options import MODULE_NAMES, LayerOptions, ModuleKeywords, check_names, takes_options
 from anabranch.precision import FP8, check_fp8_widths, dense_precision
-from anabranch.torch.binding import check
+from anabranch.torch.binding import check, private
 from anabranch.torch.binding.autocast import as_autocast
 from anabranch.torch.binding.eager import is_plain_eager
 from anabranch.torch.binding.group import check_group, local_part, summed
@@ -518,7 +518,7 @@ class MoE(OnRanks):
         assert self.expert_bias is not None
         rounded = self.expert_bias.dtype != torch.float32
         bias = self._restore_bias()
-        if rounded and getattr(self, "_is_fsdp_managed_module", False):
+        if rounded and private.is_fsdp_managed(self):
             self._restored_under_fsdp = True
         if bias.is_meta:
             raise ValueError(

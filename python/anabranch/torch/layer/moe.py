@@ -14,7 +14,7 @@ from torch import Tensor
 
 from anabranch.options import LAYER_NAMES, LayerKeywords, LayerOptions, RouterOptions, check_names, takes_options
 from anabranch.precision import FP8, precision_number
-from anabranch.torch.binding import check
+from anabranch.torch.binding import check, private
 from anabranch.torch.binding.autocast import as_autocast, match_autocast
 from anabranch.torch.binding.group import check_group, sum_over_ranks, with_mean_gradients
 from anabranch.torch.layer.forward import fused_layer
@@ -75,7 +75,7 @@ def unflat(tensor: Tensor, leading: Sequence[int]) -> Tensor:
     """Restores leading dimensions of an unshared tensor [T, N], without a view, about which FSDP would warn."""
     if len(leading) == 1:
         return tensor
-    whole: Tensor = torch.ops.aten._unsafe_view(tensor, [*leading, tensor.shape[-1]])
+    whole: Tensor = private.unsafe_view(tensor, [*leading, tensor.shape[-1]])
     return whole
 
 

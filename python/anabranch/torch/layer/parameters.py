@@ -32,8 +32,9 @@ def check_plain(module: nn.Module, *names: str) -> None:
     Raises:
       ValueError: a tensor is neither a parameter nor None.
     """
+    parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
     for name in names:
-        if module._parameters.get(name) is None and getattr(module, name, None) is not None:
+        if name not in parameters and getattr(module, name, None) is not None:
             raise ValueError(
                 f"{name}: got a tensor that a parametrization, pruning or a wrapper computes, expected a parameter: "
                 "call reset_parameters() before them"

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as nn_module
 
 from anabranch.activation import Activation
-from anabranch.torch.binding import check
+from anabranch.torch.binding import check, private
 from anabranch.torch.binding.group import with_mean_gradients
 from anabranch.torch.layer.gate import logits
 from anabranch.torch.layer.moe import flat, unflat
@@ -107,14 +106,7 @@ def is_plain(gate: nn.Module) -> bool:
         type(gate) is Gate
         and "forward" not in gate.__dict__
         and Gate.forward is _GATE_FORWARD
-        and not gate._forward_pre_hooks
-        and not gate._forward_hooks
-        and not gate._backward_pre_hooks
-        and not gate._backward_hooks
-        and not nn_module._global_forward_pre_hooks
-        and not nn_module._global_forward_hooks
-        and not nn_module._global_backward_pre_hooks
-        and not nn_module._global_backward_hooks
+        and not private.has_hooks(gate)
         and _holds_data(gate.weight)
     )
 
@@ -207,7 +199,8 @@ class SharedExpert(OnRanks):
         for name in (prefix + self.up_name, f"{prefix}down_proj"):
             if (old := f"{name}.weight") not in state_dict:
                 continue
-            value, parameter = state_dict.pop(old), self._parameters.get(name.removeprefix(prefix))
+            value, parameters = state_dict.pop(old), dict(self.named_parameters(recurse=False))
+            parameter = parameters.get(name.removeprefix(prefix))
             if hasattr(parameter, "placements") and not hasattr(value, "placements"):
                 # Code that shards whole tensors looks for the new name.
                 error_msgs.append(f"{old}: got a whole tensor for a DTensor, expected it under its new name, {name}")

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from anabranch.torch.binding import check
+from anabranch.torch.binding import check, private
 
 #: Process groups by parameter, for parameters that experts of one rank are computed from.
 expert_leaves = WeakTensorKeyDictionary()
@@ -49,17 +49,17 @@ def check_wrapping(
         them.
     """
     plain = not any(hasattr(value, "to_local") for value in experts)
-    if plain and getattr(layer, "_is_fsdp_managed_module", False):
+    if plain and private.is_fsdp_managed(layer):
         raise ValueError(
             "group: got a process group under fully_shard, expected a DeviceMesh: FSDP cannot tell that experts differ"
         )
     leaves = [] if torch.compiler.is_compiling() else _note_leaves(group, weights)
-    ddp = torch.nn.parallel.DistributedDataParallel._active_ddp_module
+    ddp = private.active_ddp()
     if ddp is None:
         return
     # `ddp_ignore_experts` marks tensors and passes names. Names are lost if the module has been wrapped again since.
-    marked = len(ddp.parameters_to_ignore) > 0 and all(getattr(value, "_ddp_ignored", False) for value in experts)
-    averaged = [leaf for leaf in leaves if not getattr(leaf, "_ddp_ignored", False)]
+    marked = len(ddp.parameters_to_ignore) > 0 and all(private.is_marked_ignored(value) for value in experts)
+    averaged = [leaf for leaf in leaves if not private.is_marked_ignored(leaf)]
     if (marked and not averaged) or len(_ranks(ddp.process_group) & _ranks(group)) < 2:
         return
     if not marked:

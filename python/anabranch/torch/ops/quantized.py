@@ -9,7 +9,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS, Layouts
 from anabranch.precision import BLOCK, FP8, check_fp8, check_fp8_widths, fp8_scales_number
-from anabranch.torch.binding import check
+from anabranch.torch.binding import check, private
 from anabranch.torch.binding.native import call
 from anabranch.torch.ops import torch_ops
 
@@ -64,16 +64,8 @@ def check_fp8_operands(
     return quantized
 
 
-#: Versions of the weights w_in and w_out (see `_version`), by `w_in_transposed` of the quantised experts.
+#: Versions of the weights w_in and w_out (see `private.version`), by `w_in_transposed` of the quantised experts.
 _sources: Any = WeakTensorKeyDictionary()
-
-
-def _version(weight: Tensor) -> tuple[int, int] | None:
-    """(id of the base tensor, version counter) of a weight; None if torch does not count its in-place writes."""
-    if weight.is_inference() or torch._C._functorch.is_functorch_wrapped_tensor(weight):
-        return None
-    base = weight._base if weight._is_view() else weight
-    return id(base), weight._version
 
 
 def check_current(quantized: Any, w_in: Tensor, w_out: Tensor) -> None:
@@ -89,7 +81,7 @@ def check_current(quantized: Any, w_in: Tensor, w_out: Tensor) -> None:
     if torch.compiler.is_compiling() or not isinstance(key, Tensor):
         return
     for name, weight, before in zip(("w_in", "w_out"), (w_in, w_out), _sources.get(key, (None, None)), strict=True):
-        now = _version(weight)
+        now = private.version(weight)
         if before and now and now[0] == before[0] and now != before:
             raise ValueError(
                 f"quantized: got experts that were quantised before {name} changed, expected a new quantize_experts"
@@ -162,5 +154,5 @@ def quantize_experts(
     results = call(torch_ops.quantize_experts, w_in.detach(), w_out.detach(), *layouts, gradients, number)
     quantized = QuantizedExperts(*results)
     if not torch.compiler.is_compiling():
-        _sources[quantized.w_in_transposed] = _version(w_in), _version(w_out)
+        _sources[quantized.w_in_transposed] = private.version(w_in), private.version(w_out)
     return quantized if gradients else quantized._replace(w_in=None, w_out=None)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from anabranch.options import Network, Router, RouterOptions
+from anabranch.torch.binding import private
 
 _ops = torch.library.Library("anabranch", "FRAGMENT")
 
@@ -61,7 +62,7 @@ def _check(group: Any, values: tuple[Any, ...]) -> None:
     the group's store. Ranks that have compared their values before do not answer; then this rank raises at the timeout.
     """
     compared = _by_group.setdefault(group, _Compared())
-    if values in compared.values:
+    if private.has_stores and values in compared.values:
         return
     ranks, rank, store = dist.get_world_size(group), dist.get_rank(group), _store(group)
     if ranks == 1 or store is None:
@@ -93,12 +94,11 @@ def _store(group: Any) -> Any:
     """The store of a process group, or None without a store or with the "fake" backend."""
     if dist.get_backend(group) == "fake":
         return None
-    _, store = dist.distributed_c10d._world.pg_map.get(group, (None, None))
-    return store
+    return private.store_of(group)
 
 
 def _compare(experts: Tensor, group: Any, texts: Any, numbers: Any, integers: Any) -> Tensor:
-    _check(dist.distributed_c10d._resolve_process_group(group), (experts.shape[0], *texts, *numbers, *integers))
+    _check(private.resolve_group(group), (experts.shape[0], *texts, *numbers, *integers))
     return _none_dropped(experts)
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from anabranch.exchange_sizes import ExchangeSizes, traffic
 from anabranch.rows import num_rows_needed
+from anabranch.torch.binding import private
 from anabranch.torch.ops import torch_ops
 
 
@@ -46,8 +47,8 @@ class Ranks(ExchangeSizes):
         """All-gathers tensors [n, ...] to [P n, ...]."""
         if tensor.shape[0] == 0:
             return tensor
-        arriving = torch.ops._c10d_functional.all_gather_into_tensor(_dense(tensor), self.ranks, self.group)
-        gathered: Tensor = torch.ops._c10d_functional.wait_tensor(arriving)
+        arriving = private.collectives.all_gather_into_tensor(_dense(tensor), self.ranks, self.group)
+        gathered: Tensor = private.collectives.wait_tensor(arriving)
         return gathered
 
     def exchange(self, regions: Tensor) -> Tensor:
@@ -55,8 +56,8 @@ class Ranks(ExchangeSizes):
         if regions.numel() == 0:
             return regions
         splits = [regions.shape[0] // self.ranks] * self.ranks
-        arriving = torch.ops._c10d_functional.all_to_all_single(_dense(regions), splits, splits, self.group)
-        arrived: Tensor = torch.ops._c10d_functional.wait_tensor(arriving)
+        arriving = private.collectives.all_to_all_single(_dense(regions), splits, splits, self.group)
+        arrived: Tensor = private.collectives.wait_tensor(arriving)
         return arrived
 
 

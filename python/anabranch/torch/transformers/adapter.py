@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from anabranch._packages import needed_by
 from anabranch._text import shown
@@ -40,7 +39,7 @@ def _parameter(module: nn.Module, name: str) -> Tensor:
         value = None
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {shown(value)}, expected a tensor of {model_name(module)}")
-    if is_traceable_wrapper_subclass(value):
+    if hasattr(type(value), "__tensor_flatten__"):
         raise TypeError(
             f"{name}: got a {type(value).__name__}, expected a dense tensor of {model_name(module)}, neither sharded "
             "nor quantised"

@@ -16,8 +16,6 @@ import ml_dtypes
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from anabranch.activation import (
     PLAIN,
@@ -27,6 +25,7 @@ from anabranch.activation import (
     gated_activation,
     gated_activation_gradients,
 )
+from anabranch.torch.binding import private
 from anabranch.torch.binding.check import describe
 
 #: Points are dense up to _NEAR, where gradients are compared too. Sparse ones follow up to _FAR: g u fits in float32.
@@ -60,7 +59,16 @@ class Found(NamedTuple):
     interleaved: bool = False
 
 
-class _Recorder(TorchDispatchMode):
+def _leaves(value: Any) -> Iterator[Any]:
+    """The values in nested tuples, lists and dictionaries."""
+    if isinstance(value, tuple | list | dict):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(item)
+    else:
+        yield value
+
+
+class _Recorder(private.TorchDispatchMode):  # type: ignore[misc]
     """Records tensors that operations read but did not create, and random operations."""
 
     def __init__(self, argument: Tensor) -> None:
@@ -72,13 +80,13 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not torch.ops.aten.lift_fresh.default:  # a tensor created from Python numbers
-            given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+            given = (leaf for leaf in _leaves((args, kwargs)) if isinstance(leaf, Tensor))
             self.foreign += (tensor for tensor in given if id(tensor) not in self._known)
         if torch.Tag.nondeterministic_seeded in func.tags:
             self.random = str(func)
         output = func(*args, **(kwargs or {}))
         # A reference to each tensor prevents reuse of its id.
-        self._made += (leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+        self._made += (leaf for leaf in _leaves(output) if isinstance(leaf, Tensor))
         self._known |= {id(tensor) for tensor in self._made}
         return output
 
@@ -125,7 +133,7 @@ def _isolated() -> Iterator[None]:
     with (
         torch.inference_mode(False),
         torch.autograd.graph.saved_tensors_hooks(lambda saved: saved, lambda saved: saved),
-        _disable_current_modes(),
+        private.disable_modes(),
     ):
         yield
 

@@ -130,5 +130,5 @@ def test_several_processes_are_refused_before_they_write(options):
     launcher = [python, str(EXAMPLES / "launch.py"), "--processes=2"]
     result = subprocess.run([*launcher, *program], env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 2
-    assert "byte_lm: processes: got 2 of launch.py, expected 1" in result.stderr
+    assert "byte_lm: processes: got 2 from launch.py, expected 1" in result.stderr
     assert not options.out.exists()

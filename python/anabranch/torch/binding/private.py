@@ -117,7 +117,7 @@ def _fsdp_sets_mark() -> bool:
     """Whether fully_shard sets its mark. Its text is searched, since importing it takes long."""
     file = pathlib.Path(torch.__file__).parent / "distributed/fsdp/_fully_shard/_fully_shard.py"
     try:
-        return f".{_FSDP_MARK} = True" in file.read_text()
+        return f".{_FSDP_MARK} = True".encode() in file.read_bytes()
     except OSError:
         return False
 
@@ -130,7 +130,9 @@ def missing() -> list[str]:
     """The names that the installed torch lacks."""
     names = [name for name, value in _found.items() if value is None]
     if _CAN_DISTRIBUTE:
-        names += [f"torch.nn.parallel:DistributedDataParallel, {mark}" for mark in set(_DDP_MARKS) - set(_ddp_marks())]
+        names += [
+            f"torch.nn.parallel:DistributedDataParallel, {mark}" for mark in _DDP_MARKS if mark not in _ddp_marks()
+        ]
         names += [] if _HAS_FSDP_MARK else [f"torch.distributed.fsdp:fully_shard, {_FSDP_MARK}"]
     return [name.replace(":", ".") for name in (*names, *([] if _look_up(_GUARD) else [_GUARD]))]
 

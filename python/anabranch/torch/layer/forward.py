@@ -8,7 +8,6 @@ tensor subclasses: every result is an output of the function. `_EagerLayer` is f
 outputs are only the differentiable results, because each input and output costs host time.
 """
 
-import collections
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -105,7 +104,11 @@ class _FusedLayer(Function):
         o, result = Operands(*tensors), LayerOutput(*output)
         differentiable = _differentiable_results(ctx.config)
         ctx.mark_non_differentiable(
-            *(o for name, o in zip(LayerOutput._fields, output, strict=False) if name not in differentiable)
+            *(
+                o
+                for name, o in zip(LayerOutput._fields[: len(output)], output, strict=True)
+                if name not in differentiable
+            )
         )
         ctx.set_materialize_grads(False)
         ctx.device = o.x.device
@@ -205,7 +208,7 @@ def _backward(
         x, w_in, w_out, b_in, b_out, gate, gate_bias, token_mask, weights, experts, lse,
         h, logits, row_of_slot, slot_of_row, group_sizes,
     ), quantized = _split(saved)  # fmt: skip
-    needs, dtype = collections.defaultdict(bool, needs), x.dtype
+    needs, dtype = dict.fromkeys(_DIFFERENTIABLE, False) | dict(needs), x.dtype
     through_gate = gate is not None and (needs["x"] or needs["gate"] or needs["gate_bias"])
     needs_logits = through_gate or needs["logits"]
     if d_output is None:

@@ -6,6 +6,8 @@ operations needs for its C calls, made once per options, dtypes and ranks.
 
 import array
 import ctypes
+import functools
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -134,6 +136,8 @@ class PreparedCalls:
         library, prefix = (_library.load_cuda(), "ab_cuda_") if self.on_cuda else (_library.load(), "ab_")
         for call in calls:
             self._describe_call(call, library, prefix + call.operation.name, views)
+        exec_reference = ctypes.byref(self.execution)
+        self._launches = [(function, (ctypes.byref(args), exec_reference)) for function, _, args in self.functions]
         self._inputs: Any = None
         self._misaligned = False
 
@@ -197,7 +201,7 @@ class PreparedCalls:
         device, execution = self.device, self.execution
         results = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in self._shapes]
         memories = [tensor.data_ptr() for tensor in given]
-        misaligned = any(address % _ALIGNMENT_OF_PATHS for address in memories)
+        misaligned = functools.reduce(operator.or_, memories, 0) % _ALIGNMENT_OF_PATHS != 0
         memories += [tensor.data_ptr() for tensor in results]
         if not self._has_workspace or misaligned != self._misaligned:
             self._query_workspace(memories, misaligned)
@@ -209,8 +213,8 @@ class PreparedCalls:
         execution.workspace = working + self._working_size
         if self.on_cuda:
             execution.stream = private.current_stream(device.index)
-        for function, _, args in self.functions:
-            _check(function(ctypes.byref(args), ctypes.byref(execution)))
+        for function, arguments in self._launches:
+            _check(function(*arguments))
         return tuple(results)
 
     def _write(self, memories: list[int]) -> None:

@@ -2,6 +2,8 @@
 // operations that python/anabranch/torch/layer/forward.py calls otherwise.
 #include "torch/layer.h"
 
+#include <deque>
+#include <mutex>
 #include <string>
 #include <utility>
 #include <vector>
@@ -19,8 +21,28 @@ struct Config {
   std::string network;  // of experts_inputs
 };
 
-std::vector<Config>& configs() {
-  static auto* configs = new std::vector<Config>;
+// The configs by number. One thread may add a config while others run.
+class Configs {
+ public:
+  int32_t add(Config config) {
+    std::lock_guard lock(mutex_);
+    configs_.push_back(std::move(config));
+    return static_cast<int32_t>(configs_.size()) - 1;
+  }
+  const Config& at(uint64_t number) {
+    std::lock_guard lock(mutex_);
+    if (number >= configs_.size())
+      fail(AB_INVALID_ARGUMENT, "config: got an unknown number, expected one of this process");
+    return configs_[number];  // a deque does not move its elements
+  }
+
+ private:
+  std::mutex mutex_;
+  std::deque<Config> configs_;
+};
+
+Configs& configs() {
+  static auto* configs = new Configs;  // never destroyed: Python may end first
   return *configs;
 }
 
@@ -61,7 +83,8 @@ std::vector<Tensor> take(const Value* stack, const std::string& kinds) {
 }
 
 // The gate's GEMMs, in the same way as layer/gate.py. A CPU multiplies in float32 by the library's grouped GEMM; a GPU
-// multiplies operands of one dtype by torch's. Other dtypes on a GPU are not the task of this file.
+// multiplies operands of one dtype, float32 or bfloat16, by torch's. layer/native_passes.py excludes other dtypes
+// there.
 
 // int32 [1] that holds the number of rows.
 Tensor one_group(const Tensor& rows) {
@@ -94,8 +117,9 @@ Tensor gradient_on_cpu(const Tensor& given_x, const Tensor& d_logits) {
   Arguments arguments;
   for (const Tensor* operand : {&x, &d_logits, &sizes}) arguments.add(*operand);
   arguments.add_option(static_cast<int8_t>(float32));
-  arguments.add_option(Value{0});                                                    // precision "highest"
-  const Tensor product = std::move(run(numbers().grouped_matmul_dw, arguments)[0]);  // [1, D, E]
+  arguments.add_option(Value{0});  // precision "highest"
+  const Tensor product = std::move(run(numbers().grouped_matmul_dw, arguments)[0]);
+  // product is [1, D, E].
   return viewed(product, 2, product.sizes() + 1);
 }
 
@@ -115,10 +139,7 @@ std::pair<Tensor, Tensor> gate_backward(const Tensor& x, const Tensor& gate, con
 
 }  // namespace
 
-int32_t add_config(const std::string& layer, const std::string& network) {
-  configs().push_back({layer, network});
-  return static_cast<int32_t>(configs().size()) - 1;
-}
+int32_t add_config(const std::string& layer, const std::string& network) { return configs().add({layer, network}); }
 
 void layer_forward(Value* stack, uint64_t, uint64_t) {
   enum { X, GATE, EXPERT_BIAS, MASK, FORCED, BOUNDS, W_IN, B_IN, W_OUT, B_OUT, QUANTIZED, CONFIG = QUANTIZED + 4 };
@@ -169,7 +190,7 @@ void layer_backward(Value* stack, uint64_t, uint64_t) {
     NEEDS_W_IN,
     NEEDS_W_OUT,
     CONFIG,
-  };  // clang-format does not break lists
+  };
   const std::vector<Tensor> t = take(stack, "TttTGTTTtttTTTTTTTTtttt");
   const Config& config = configs().at(stack[CONFIG]);
   Arguments arguments;

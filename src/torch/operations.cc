@@ -11,14 +11,18 @@ namespace anabranch::torch {
 
 namespace {
 
-constexpr int kMostOperations = 64;
+constexpr int kMaxOperations = 64;
 
 struct Operation {
   std::string name, kinds;
 };
 
 std::vector<Operation>& operations() {
-  static auto* operations = new std::vector<Operation>;
+  static auto* operations = [] {
+    auto* list = new std::vector<Operation>;
+    list->reserve(kMaxOperations);  // elements never move, so kernels may read while an operation is added
+    return list;
+  }();
   return *operations;
 }
 
@@ -47,7 +51,7 @@ void add_string(Arguments& arguments, void* string) {
 void run_kernel(int32_t number, Value* stack, uint64_t num_arguments, uint64_t num_results) {
   const std::string& kinds = operations()[number].kinds;
   Arguments arguments;
-  // The kernel owns its arguments. They are taken off the stack before anything can fail.
+  // The kernel owns its arguments. It takes the tensors off the stack before anything can fail.
   std::vector<Tensor> tensors(num_arguments);
   for (uint64_t i = 0; i < num_arguments; ++i) {
     if (kinds[i] == 'T' || kinds[i] == 't') tensors[i] = take_tensor(stack[i], kinds[i]);
@@ -94,7 +98,7 @@ constexpr std::array<Kernel, sizeof...(numbers)> make_kernels(std::integer_seque
   return {&kernel<numbers>...};
 }
 
-constexpr auto kKernels = make_kernels(std::make_integer_sequence<int, kMostOperations>());
+constexpr auto kKernels = make_kernels(std::make_integer_sequence<int, kMaxOperations>());
 
 }  // namespace
 
@@ -125,7 +129,7 @@ int32_t operation_number(const std::string& name) {
 }
 
 int32_t add_operation(const char* name, const char* kinds) {
-  if (operations().size() == kMostOperations) throw std::runtime_error("anabranch: too many operations");
+  if (operations().size() == size_t{kMaxOperations}) throw std::runtime_error("anabranch: too many operations");
   operations().push_back({name, kinds});
   return static_cast<int32_t>(operations().size()) - 1;
 }

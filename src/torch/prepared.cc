@@ -11,7 +11,7 @@ namespace {
 
 constexpr uintptr_t kAlignmentOfPaths = 16;
 // Upper bound on the keys with prepared calls; one more removes those that were used least recently.
-constexpr size_t kMostKeys = 4096;
+constexpr size_t kMaxKeys = 4096;
 
 Prepare prepare_in_python;
 Release release_in_python;
@@ -182,7 +182,7 @@ class Cache {
     auto [found, is_new] = entries_.try_emplace(key);
     if (is_new) found->second.position = order_.insert(order_.end(), key);
     found->second.calls.push_back(std::move(prepared));
-    if (entries_.size() > kMostKeys) remove_free(order_.front(), removed);
+    if (entries_.size() > kMaxKeys) remove_free(order_.front(), removed);
   }
 
   void forget() {

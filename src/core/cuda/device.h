@@ -12,7 +12,7 @@ struct Device {
   bool is_hopper() const { return capability == 90; }
 };
 
-// Finds the current device. Returns AB_UNSUPPORTED if there is none of compute capability 8.0 or newer.
+// Finds the current device. Returns AB_UNSUPPORTED without a device, or if its compute capability is below 8.0.
 ab_status find_device(const char* operation, Device* result);
 
 }  // namespace anabranch::cuda

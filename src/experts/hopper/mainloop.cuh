@@ -79,7 +79,7 @@ __device__ __forceinline__ void load_k_blocks(OperandRing<Shape>& ring, const Op
         b.bias.template load<Shape::kColumns>(shared_address(ring.b[at.stage]), full, tile, 0,
                                               Multicast<Shape::kBlocks>::make(tile.multicasts_b != 0));
       }
-      if constexpr (OperandA::kGathered) full.arrive_after_copies();  // there are no copies: arrives at once
+      if constexpr (OperandA::kGathered) full.arrive_after_copies();  // without copies it arrives at once
       at.advance();
     }
   }

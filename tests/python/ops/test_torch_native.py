@@ -3,6 +3,7 @@
 import concurrent.futures
 import ctypes
 import hashlib
+import importlib
 import json
 import os
 import pathlib
@@ -14,6 +15,8 @@ import pytest
 import torch
 
 import anabranch.torch as ab
+from anabranch.activation import as_activation
+from anabranch.options import ExpertsConfig, RouterOptions
 from anabranch.torch.binding import autograd, define, native
 from anabranch.torch.ops import torch_ops
 
@@ -216,23 +219,30 @@ import anabranch._versions as versions
 fault = {fault!r}
 if fault is None:
     versions.TESTED = versions.TESTED | dict(torch=())
-from anabranch.torch.binding import calls, native
-unpack, reason = struct.unpack_from, native.reason
+from anabranch.torch.binding import calls, native, probe
+unpack, found = struct.unpack_from, native.reason
 if fault == "results":
-    native.plan = lambda tensors, **options: calls.plan(tensors, **options | dict(num_experts=1))
+    probe.plan = lambda tensors, **options: calls.plan(tensors, **options | dict(num_experts=1))
 if fault == "arguments":
     struct.unpack_from = lambda code, *rest: tuple(-v for v in unpack(code, *rest)) if code == "<1d" else unpack(code, *rest)
-if fault is not None:
-    try:
-        native.probe(native.native)
-    except native._Unavailable as error:
-        reason = str(error)
-print(reason or "native")
+print((probe.probe(native.native) if fault else native.reason) or "native")
 """
     child = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert child.returncode == 0, child.stderr[-2000:]
-    expected = {None: "native", "results": "failed the self-test: ", "arguments": "failed the self-test: got arguments"}
-    assert expected[fault] in child.stdout
+    assert {None: "native", "results": "group_sizes: got", "arguments": "got arguments"}[fault] in child.stdout
+
+
+def test_a_derivative_past_the_autograd_function_raises():
+    """As for every operation: a gradient is never silently missing."""
+    x, gate, w_in, w_out = operands()
+    config = importlib.import_module("anabranch.torch.layer.operands").layer_config(
+        RouterOptions(K), ExpertsConfig(as_activation("silu", 2), topk=K), E, 0
+    )
+    none = (None,) * 4
+    arguments = (x.requires_grad_(), gate, *none, w_in, None, w_out, None, *none, config.number)
+    output = torch.ops.anabranch.layer_forward(*arguments)[0]
+    with pytest.raises(RuntimeError, match=r"layer_forward\.default: got a request for its derivative"):
+        output.sum().backward()
 
 
 def test_structs_have_the_sizes_of_the_library():

@@ -8,7 +8,7 @@ import array
 import ctypes
 import functools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -232,6 +232,33 @@ class PreparedCalls:
         self.execution.workspace_size = largest
         self._memory_size = self._working_size + largest
         self._misaligned, self._has_workspace = misaligned, True
+
+
+def prepare(
+    allocate: Callable[..., Any],
+    calls: Callable[..., Any],
+    described: Sequence[Any],
+    sizes: Sizes,
+    device: torch.device,
+    threads: int,
+) -> PreparedCalls:
+    """Prepares the calls of an operation.
+
+    Args:
+      allocate, calls: see `define`.
+      described: its arguments, with descriptions in the place of tensors.
+      sizes, device, threads: see `PreparedCalls`.
+    """
+    results = allocate(*described)
+    c_calls = calls(results, *described)
+    return PreparedCalls(
+        [d for d in described if isinstance(d, Described)],
+        (results,) if isinstance(results, Described) else results,
+        (c_calls,) if isinstance(c_calls, Call) else c_calls,
+        sizes,
+        device,
+        threads,
+    )
 
 
 def flat_sizes(inputs: Sequence[Any]) -> list[int]:

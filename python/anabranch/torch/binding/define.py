@@ -16,9 +16,10 @@ from torch import Tensor
 from anabranch.torch.binding import native as _native
 from anabranch.torch.binding import private
 from anabranch.torch.binding.autograd import loop_batch
-from anabranch.torch.binding.calls import Call, PreparedCalls, flat_sizes
+from anabranch.torch.binding.calls import Call, PreparedCalls, flat_sizes, prepare
 from anabranch.torch.binding.derivatives import reject_derivative
 from anabranch.torch.binding.described import Described, Sizes
+from anabranch.torch.binding.keys import kinds_of
 
 _ops = torch.library.Library("anabranch", "DEF")
 #: Upper bound on the keys with cached prepared calls; one more removes the key that was used least recently.
@@ -76,16 +77,7 @@ def _prepare(
     ]
     for i in sizes_at:
         described[i] = next(numbers)
-    results = allocate(*described)
-    c_calls = calls(results, *described)
-    prepared = PreparedCalls(
-        [d for d in described if isinstance(d, Described)],
-        (results,) if isinstance(results, Described) else results,
-        (c_calls,) if isinstance(c_calls, Call) else c_calls,
-        sizes,
-        device,
-        threads,
-    )
+    prepared = prepare(allocate, calls, described, sizes, device, threads)
     assert prepared.fit(inputs)
     return prepared
 
@@ -93,7 +85,7 @@ def _prepare(
 def _python_run(schema: str, allocate: Callable[..., Any], calls: Callable[..., Any]) -> Callable[..., Any]:
     """The kernel of an operation as a Python function."""
     name, single = schema.split("(")[0], not schema.endswith(")")
-    kinds = _native.kinds_of(schema)
+    kinds = kinds_of(schema)
     tensors = [i for i, kind in enumerate(kinds) if kind in "Tt"]
     sizes_at = [i for i, kind in enumerate(kinds) if kind == "n"]
     options = [i for i, kind in enumerate(kinds) if kind not in "Ttn"]
@@ -121,8 +113,8 @@ def _python_run(schema: str, allocate: Callable[..., Any], calls: Callable[..., 
     return run
 
 
-def _native_run(operation: Any) -> Callable[..., Any]:
-    """Calls the native kernel of an operation, below autograd."""
+def native_run(operation: Any) -> Callable[..., Any]:
+    """A function that calls the native kernel of an operation below autograd, with errors of Python's types."""
 
     def run(*arguments: Any) -> Any:
         with _native.python_errors(), private.below_autograd():
@@ -157,7 +149,7 @@ def define(schema: str, allocate: Callable[..., Any], calls: Callable[..., Call 
     operation = getattr(torch.ops.anabranch, name).default
     python_run, native = _python_run(schema, allocate, calls), _native.native
     if native is not None and native.register(schema, allocate, calls):
-        run, keys = _native_run(operation), [key for key in ("CPU", "CUDA") if key not in native.dispatch_keys]
+        run, keys = native_run(operation), [key for key in ("CPU", "CUDA") if key not in native.dispatch_keys]
     else:
         run, keys = python_run, ["CPU", "CUDA"]
 

@@ -8,7 +8,6 @@ the kernels are Python functions that call the C libraries through ctypes.
 import ctypes
 import os
 import pathlib
-import struct
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -16,17 +15,12 @@ from typing import Any
 import torch
 
 from anabranch import _library, _structs, _versions
-from anabranch.torch.binding.calls import ERRORS, Call, PreparedCalls, plan
-from anabranch.torch.binding.described import Described, Sizes
+from anabranch.torch.binding.calls import ERRORS, PreparedCalls, prepare
+from anabranch.torch.binding.keys import decode, encode, kinds_of
+from anabranch.torch.binding.probe import probe
 
 NAME = "libanabranch_torch.so"
 _MAX_RANK = _structs.MAX_RANK
-
-#: Letters of argument types in schemas; see src/torch/operations.h.
-_LETTERS = {
-    "Tensor": "T", "Tensor?": "t", "SymInt": "n", "int": "i", "bool": "b", "float": "f", "ScalarType": "d",
-    "ScalarType?": "D", "int[]": "I", "float[]": "F", "str": "s",
-}  # fmt: skip
 
 
 # The structs of src/torch/prepared.h.
@@ -133,16 +127,25 @@ class Native:
         """The dispatch keys that have native kernels."""
         return ("CPU", "CUDA") if self.on_cuda else ("CPU",)
 
-    def register(self, schema: str, allocate: Callable[..., Any], calls: Callable[..., Any]) -> bool:
-        """Registers the kernels of an operation; False: it has arguments that a native kernel can't read."""
-        name, kinds = schema.split("(")[0], kinds_of(schema)
-        number = self.library.ab_torch_add(name.encode(), kinds.encode())
+    def add(self, name: str, kinds: str, allocate: Callable[..., Any], calls: Callable[..., Any]) -> int:
+        """Adds an operation and returns its number."""
+        number: int = self.library.ab_torch_add(name.encode(), kinds.encode())
         self._check(number)
         self.operations.append((kinds, allocate, calls))
+        return number
+
+    def add_kernel(self, number: int, namespace: str, dispatch_key: str) -> None:
+        """Registers an operation's kernel for a dispatch key."""
+        self._check(self.library.ab_torch_register(number, namespace.encode(), dispatch_key.encode()))
+
+    def register(self, schema: str, allocate: Callable[..., Any], calls: Callable[..., Any]) -> bool:
+        """Registers the kernels of an operation; False: it has arguments that a native kernel can't read."""
+        kinds = kinds_of(schema)
+        number = self.add(schema.split("(")[0], kinds, allocate, calls)
         if not self.takes_lists and set(kinds) & set("IFs"):
             return False
         for key in self.dispatch_keys:
-            self._check(self.library.ab_torch_register(number, b"anabranch", key.encode()))
+            self.add_kernel(number, "anabranch", key)
         return True
 
     def register_layer(self) -> None:
@@ -152,7 +155,7 @@ class Native:
 
     def config(self, layer: Sequence[tuple[str, Any]], network: Sequence[tuple[str, Any]]) -> int:
         """The number of a layer's options, given as (kind, value) of the operations' last arguments."""
-        encoded = [b"".join(map(self._encode, *zip(*options, strict=True))) for options in (layer, network)]
+        encoded = [b"".join(map(encode, *zip(*options, strict=True))) for options in (layer, network)]
         number: int = self.library.ab_torch_config(encoded[0], len(encoded[0]), encoded[1], len(encoded[1]))
         self._check(number)
         return number
@@ -190,69 +193,17 @@ class Native:
             return (torch.OutOfMemoryError if self.on_cuda else RuntimeError)(text)
         return ERRORS.get(number, RuntimeError)(text)
 
-    # ------------------------------------------------------------ keys, as src/torch/operations.cc writes them
-
-    def _encode(self, kind: str, value: Any) -> bytes:
-        if kind in "IF":
-            return struct.pack("<I", len(value)) + struct.pack(f"<{len(value)}{'q' if kind == 'I' else 'd'}", *value)
-        if kind == "s":
-            return struct.pack("<I", len(value)) + value.encode()
-        return struct.pack({"i": "<q", "b": "<b", "f": "<d"}[kind], value)
-
-    def _decode(self, kinds: str, data: bytes, inputs: Sequence[int]) -> tuple[list[Any], Sizes, tuple[int, int, int]]:
-        """Arguments with descriptions in the place of tensors, the sizes, and (device type, device index, threads)."""
-        at = 0
-
-        def read(code: str) -> Any:
-            nonlocal at
-            values = struct.unpack_from(f"<{code}", data, at)
-            at += struct.calcsize(f"<{code}")
-            return values
-
-        sizes = Sizes(inputs)
-        numbers = iter([sizes.input(i) for i in range(len(inputs))])
-        arguments: list[Any] = []
-        for kind in kinds:
-            value: Any = None
-            if kind in "TtDd":
-                (number,) = read("b")
-                value = None if number == -1 else self.dtypes[number]
-                if kind in "Tt" and value is not None:
-                    value = Described([next(numbers) for _ in range(read("b")[0])], value)
-            elif kind in "IF":
-                (length,) = read("I")
-                value = read(f"{length}{'q' if kind == 'I' else 'd'}")
-            elif kind == "s":
-                (length,) = read("I")
-                value, at = data[at : at + length].decode(), at + length
-            elif kind != "n":
-                (value,) = read({"i": "q", "b": "b", "f": "d"}[kind])
-            arguments.append(bool(value) if kind == "b" else value)
-        for i, kind in enumerate(kinds):
-            if kind == "n":
-                arguments[i] = next(numbers)
-        return arguments, sizes, read("iii")
-
     # ------------------------------------------------------------ callbacks
 
-    def _prepare(self, operation: int, key: int, key_size: int, inputs: Any, num_inputs: int, found: Any) -> int:
+    def _prepare(self, operation: int, key: int, key_size: int, inputs: Any, num_inputs: int, description: Any) -> int:
+        """Prepares the calls of an operation for a key and sizes. Returns 0, or 1 after keeping the exception."""
         try:
             kinds, allocate, calls = self.operations[operation]
-            arguments, sizes, (device_type, index, threads) = self._decode(
-                kinds, ctypes.string_at(key, key_size), inputs[:num_inputs]
-            )
-            device = torch.device("cpu") if device_type == self.cpu else torch.device("cuda", index)
-            results = allocate(*arguments)
-            c_calls = calls(results, *arguments)
-            prepared = PreparedCalls(
-                [a for a in arguments if isinstance(a, Described)],
-                (results,) if isinstance(results, Described) else results,
-                (c_calls,) if isinstance(c_calls, Call) else c_calls,
-                sizes,
-                device,
-                threads,
-            )
-            self._describe(prepared, found[0])
+            found = decode(kinds, ctypes.string_at(key, key_size), inputs[:num_inputs], self.dtypes)
+            on_cpu = found.device_type == self.cpu
+            device = torch.device("cpu") if on_cpu else torch.device("cuda", found.device_index)
+            prepared = prepare(allocate, calls, found.arguments, found.sizes, device, found.threads)
+            self._describe(prepared, description[0])
         except BaseException as error:
             self.failures.last = error
             return 1
@@ -316,16 +267,6 @@ def _address(function: Any) -> int | None:
     return ctypes.cast(function, ctypes.c_void_p).value
 
 
-def kinds_of(schema: str) -> str:
-    """A letter for each argument of a schema.
-
-    >>> kinds_of("name(Tensor x, int[] sizes) -> (Tensor, Tensor)")
-    'TI'
-    """
-    arguments = schema.partition("(")[2].partition(")")[0].split(", ")
-    return "".join(_LETTERS[argument.split()[0]] for argument in arguments)
-
-
 def _load() -> Native:
     """Loads the library.
 
@@ -353,53 +294,12 @@ def _load() -> Native:
         raise _Unavailable(str(error)) from error
 
 
-_PROBE = (
-    "probe(Tensor experts, Tensor? mask, Tensor? none, SymInt rows, int integer, bool flag, float number, "
-    "ScalarType dtype, ScalarType? no_dtype, int[] integers, float[] numbers, str text) -> (Tensor, Tensor)"
-)
-_PROBE_OPTIONS = (7, True, 0.5, torch.bfloat16, None, (3, -1), (0.25,), "text")
-
-
-def probe(library: Native) -> None:
-    """Runs an operation with arguments of every kind, for a release of torch with which the tests have not run.
-
-    Raises:
-      _Unavailable: the kernel got other arguments or has other results than expected.
-    """
-    got: list[Any] = []
-
-    def allocate(experts: Any, mask: Any, none: Any, rows: Any, *options: Any) -> Any:
-        got[:] = [mask.dtype, len(mask.shape), none, options]
-        return experts.new_empty((2,)), experts.new_empty((rows,))
-
-    def calls(results: Any, experts: Any, *_: Any) -> Any:
-        return plan({"experts": experts, "group_sizes": results[0], "slot_of_row": results[1]}, num_experts=2)
-
-    space = torch.library.Library("anabranch_probe", "DEF")
-    space.define(_PROBE)
-    operation = torch.ops.anabranch_probe.probe.default
-    kinds = kinds_of(_PROBE)
-    number = library.library.ab_torch_add(b"probe", kinds.encode())
-    library.operations.append((kinds, allocate, calls))
-    arguments = [o if not isinstance(o, tuple) else list(o) for o in _PROBE_OPTIONS]
-    try:
-        library._check(library.library.ab_torch_register(number, b"anabranch_probe", b"CPU"))
-        for rows in (4, 6):  # sizes are written per call
-            experts = torch.tensor([[0], [1], [1], [-1]], dtype=torch.int32)
-            results = operation(experts, experts > 0, None, rows, *arguments)
-            if [r.tolist() for r in results] != [[1, 2], [0, 1, 2, *[-1] * (rows - 3)]]:
-                raise RuntimeError(f"got results {results}")
-        if got != [torch.bool, 2, None, _PROBE_OPTIONS]:
-            raise RuntimeError(f"got arguments {got}")
-    except RuntimeError as error:
-        raise _Unavailable(f"torch {torch.__version__} failed the self-test: {library.translated(error)}") from error
-
-
 def _load_or_reason() -> tuple[Native | None, str]:
     try:
         library = _load()
         if _versions.series(torch.__version__) not in _versions.TESTED["torch"]:
-            probe(library)
+            if fault := probe(library):
+                raise _Unavailable(f"torch {torch.__version__} failed the self-test: {fault}")
         return library, ""
     except _Unavailable as error:
         return None, str(error)

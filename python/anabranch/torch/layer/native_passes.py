@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anabranch.torch.binding.define import _ops
-from anabranch.torch.binding.native import call, native
+from anabranch.torch.binding.define import _ops, native_run
+from anabranch.torch.binding.derivatives import reject_derivative
+from anabranch.torch.binding.native import native
 from anabranch.torch.layer.operands import LayerConfig, Operands
 from anabranch.torch.ops.experts import cast_weight
 from anabranch.torch.ops.experts_ops import QUANTIZED
@@ -34,8 +35,11 @@ if native is not None:
         "Tensor d_gate, Tensor d_logits)"
     )
     native.register_layer()
-    for _name in ("layer_forward", "layer_backward"):
-        _ops.impl(_name, torch.library.fallthrough_kernel, "Autograd")
+    _layer_forward = native_run(torch.ops.anabranch.layer_forward.default)
+    _layer_backward = native_run(torch.ops.anabranch.layer_backward.default)
+    for _name, _run in (("layer_forward", _layer_forward), ("layer_backward", _layer_backward)):
+        _operation = getattr(torch.ops.anabranch, _name).default
+        _ops.impl(_name, reject_derivative(_operation, _run), "Autograd", with_keyset=True)
 
 
 def _multiplies_natively(x: Tensor, gate: Tensor) -> bool:
@@ -60,8 +64,7 @@ def applies(config: LayerConfig, o: Operands) -> bool:
 def forward(config: LayerConfig, o: Operands) -> Any:
     """The fields of a LayerOutput."""
     dtype = o.x.dtype
-    return call(
-        torch.ops.anabranch.layer_forward.default,
+    return _layer_forward(
         o.x, o.gate, o.expert_bias, o.token_mask, o.forced_experts, o.qb_bin_bounds,
         cast_weight(config.network, o.w_in, dtype), o.b_in, cast_weight(config.network, o.w_out, dtype), o.b_out,
         *((None,) * 4 if o.quantized_w_in_transposed is None else forward_operands(o.quantized())), config.number,
@@ -79,8 +82,7 @@ def backward(
     """Gradients by operand name, for a layer whose weights have no cotangent. saved: see `forward._Saved`."""
     s, mask, x = saved, saved.token_mask, saved.x
     tokens = x if mask is None else torch.where(mask[:, None], x, 0)  # 0 * NaN would be NaN
-    d_x, d_w_in, d_b_in, d_w_out, d_b_out, d_gate, _ = call(
-        torch.ops.anabranch.layer_backward.default,
+    d_x, d_w_in, d_b_in, d_w_out, d_b_out, d_gate, _ = _layer_backward(
         torch.zeros_like(x) if d_output is None else d_output, *d_sums, tokens, s.gate, x,
         cast_weight(config.network, s.w_in, x.dtype), cast_weight(config.network, s.w_out, x.dtype), s.b_in, s.b_out,
         mask, s.weights, s.experts, s.lse, s.h, s.logits, s.row_of_slot, s.slot_of_row, s.group_sizes, *quantized,

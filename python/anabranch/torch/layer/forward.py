@@ -1,6 +1,6 @@
-"""Forward and backward pass of the layer as one autograd function.
+"""Forward and backward pass of the layer, and the autograd functions around them.
 
-It computes `moe` if there is a router, and `routed_experts` if experts and weights are given. Losses are computed by
+The passes compute `moe` if there is a router, and `routed_experts` if experts and weights are given. Losses are computed by
 the caller from the sums that it returns.
 
 There are two autograd functions with the same passes. `_FusedLayer` works under torch.compile, torch.func, modes and
@@ -123,7 +123,7 @@ class _FusedLayer(Function):
 
 
 class _EagerLayer(Function):
-    """See `_FusedLayer`.
+    """The layer on plain tensors in eager mode.
 
     `operands` has all operands, also those without a gradient. `given` has the first of those named _DIFFERENTIABLE;
     with `leaves` weights and biases are replaced by these. The results are added to the empty list `results`.

@@ -1,7 +1,7 @@
 """Forward and backward pass of the layer, and the autograd functions around them.
 
-The passes compute `moe` if there is a router, and `routed_experts` if experts and weights are given. Losses are computed by
-the caller from the sums that it returns.
+They compute `moe` if there is a router, and `routed_experts` if experts and weights are given. The caller computes
+losses from the sums that they return.
 
 There are two autograd functions with the same passes. `_FusedLayer` works under torch.compile, torch.func, modes and
 tensor subclasses: every result is an output of the function. `_EagerLayer` is for plain tensors in eager mode. Its

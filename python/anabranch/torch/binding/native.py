@@ -285,11 +285,9 @@ def _load() -> Native:
         raise _Unavailable(f"{path} does not exist")
     folder = pathlib.Path(torch.__file__).parent / "lib"
     cuda = folder / "libtorch_cuda.so"
-    # Kernels for CUDA are used only on request until all tests have run with them on a GPU.
-    has_cuda = cuda.exists() and os.environ.get("ANABRANCH_TORCH_NATIVE") == "cuda"
     try:
         library, torch_cpu = ctypes.CDLL(str(path)), ctypes.CDLL(str(folder / "libtorch_cpu.so"))
-        return Native(library, torch_cpu, ctypes.CDLL(str(cuda)) if has_cuda else None)
+        return Native(library, torch_cpu, ctypes.CDLL(str(cuda)) if cuda.exists() else None)
     except OSError as error:
         raise _Unavailable(str(error)) from error
 

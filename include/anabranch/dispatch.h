@@ -36,7 +36,7 @@ typedef struct ab_plan_args {
   const ab_tensor* offsets;           /* [E+1] int32: the first row of every group, then the end of the last group */
   const ab_tensor* row_of_slot;       /* [T, K] int32 */
   const ab_tensor* slot_of_row;       /* [R] int32 */
-  const ab_tensor* dropped;           /* [] int32 */
+  const ab_tensor* dropped;           /* [] int32, or [n] with n >= 1: elements after the first are set to 0 */
   const ab_tensor* row_id_map;        /* [T, 2E+1] int32, only with routing_map: see ab_expand_row_id_map */
 } ab_plan_args;
 

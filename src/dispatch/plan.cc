@@ -169,11 +169,9 @@ void write_sizes(const Plan& plan) {
     if (call.offsets != nullptr) call.offsets[e] = static_cast<int32_t>(begin);
     if (call.offsets != nullptr && e + 1 == call.E) call.offsets[call.E] = static_cast<int32_t>(end);
   }
-  if (call.dropped != nullptr) {
-    int64_t dropped = 0;
-    for (int64_t block = 0; block < plan.blocks; ++block) dropped += plan.dropped[block];
-    *call.dropped = static_cast<int32_t>(dropped);
-  }
+  int64_t dropped = 0;
+  for (int64_t block = 0; block < plan.blocks; ++block) dropped += plan.dropped[block];
+  call.write_dropped(static_cast<int32_t>(dropped));
 }
 
 }  // namespace

@@ -188,7 +188,7 @@ __device__ void write_sizes(const Plan& plan, const Starts& starts) {
   }
   uint64_t dropped;
   sum_before(static_cast<uint64_t>(past_end), &dropped);
-  if (threadIdx.x == 0 && call.dropped != nullptr) *call.dropped = static_cast<int32_t>(dropped);
+  if (threadIdx.x == 0) call.write_dropped(static_cast<int32_t>(dropped));
 }
 
 // Writes -1 to the rows between an expert's last slot and the next expert, one warp per expert; and, with all threads

@@ -34,7 +34,15 @@ struct PlanCall {
   int32_t* group_sizes = nullptr;
   int32_t* offsets = nullptr;
   int32_t* dropped = nullptr;
+  int64_t num_dropped = 1;  // elements of `dropped`
   int32_t* row_id_map = nullptr;
+
+  // Writes the number of dropped slots, if it is requested.
+  AB_INLINE void write_dropped(int32_t number) const {
+    if (dropped == nullptr) return;
+    dropped[0] = number;
+    for (int64_t i = 1; i < num_dropped; ++i) dropped[i] = 0;
+  }
 
   // An element of `slots`. A GPU reads it from L2, because place_slots reads before it waits (core/cuda/launch.h).
   template <class T>

@@ -50,7 +50,13 @@ ab_status check_plan(const ab_plan_args* args, PlanCall* call) {
   AB_RETURN_IF_ERROR(check_optional("tokens_per_expert", args->tokens_per_expert, kInt32, {{"E", E}}));
   AB_RETURN_IF_ERROR(check_optional("group_sizes", args->group_sizes, kInt32, {{"E", E}}));
   AB_RETURN_IF_ERROR(check_optional("offsets", args->offsets, kInt32, {{"E+1", E + 1}}));
-  AB_RETURN_IF_ERROR(check_optional("dropped", args->dropped, kInt32, {}));
+  if (args->dropped != nullptr && args->dropped->rank == 1) {
+    call->num_dropped = args->dropped->shape[0];
+    if (call->num_dropped < 1) return AB_INVALID("dropped: got [0], expected a scalar or [n] with n >= 1");
+    AB_RETURN_IF_ERROR(check_optional("dropped", args->dropped, kInt32, {{"n", call->num_dropped}}));
+  } else {
+    AB_RETURN_IF_ERROR(check_optional("dropped", args->dropped, kInt32, {}));
+  }
   AB_RETURN_IF_ERROR(check_optional("row_id_map", args->row_id_map, kInt32, {{"T", maps.T}, {"2E+1", 2 * E + 1}}));
   if (args->row_of_slot != nullptr) {
     AB_RETURN_IF_ERROR(check_row_of_slot(args->row_of_slot, maps.T, {"K", maps.K}, &maps));

@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp, 1) place_small_plan(const Sm
   }
   sum_before(invalid, &invalid);
   if (thread == 0 && call.offsets != nullptr) call.offsets[plan.E] = min(placed, plan.rows);
-  if (thread == 0 && call.dropped != nullptr) *call.dropped = invalid + max(placed - plan.rows, 0);
+  if (thread == 0) call.write_dropped(invalid + max(placed - plan.rows, 0));
   __syncthreads();
 
 #pragma unroll 1

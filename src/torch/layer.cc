@@ -1,7 +1,8 @@
-// The whole layer's forward and backward pass as one operation each: the gate's GEMMs and the prepared calls of the
-// operations that python/anabranch/torch/layer/forward.py calls otherwise.
+// The whole layer's forward and backward pass as one operation each: the gate's GEMMs and the prepared calls of
+// python/anabranch/torch/ops/packed_ops.py.
 #include "torch/layer.h"
 
+#include <algorithm>
 #include <deque>
 #include <mutex>
 #include <string>
@@ -19,6 +20,7 @@ namespace {
 struct Config {
   std::string layer;    // of layer and layer_hidden
   std::string network;  // of experts_inputs
+  bool parts_first;     // see Parameters
 };
 
 // The configs by number. One thread may add a config while others run.
@@ -47,9 +49,9 @@ Configs& configs() {
 }
 
 struct Numbers {
-  int32_t layer = operation_number("layer");
-  int32_t layer_hidden = operation_number("layer_hidden");
-  int32_t experts_inputs = operation_number("experts_inputs");
+  int32_t layer = operation_number("packed_layer");
+  int32_t layer_hidden = operation_number("packed_layer_hidden");
+  int32_t experts_inputs = operation_number("packed_experts_inputs");
   int32_t grouped_matmul = operation_number("grouped_matmul");
   int32_t grouped_matmul_dw = operation_number("grouped_matmul_dw");
 };
@@ -67,6 +69,36 @@ void add(Arguments& arguments, const Tensor& tensor) {
     arguments.add_none();
   }
 }
+
+// A module passes its parameters instead of operands: w_in [E, P F, D] and b_in [E, P F], with the P rows of a feature
+// next to each other unless parts_first, and gate [E, D].
+class Parameters {
+ public:
+  Parameters(const Tensor& w_in, const Tensor& w_out, bool parts_first) : are_given_(w_in.rank() == 3) {
+    if (!are_given_) return;
+    std::copy_n(w_in.sizes(), 3, sizes_);
+    const int64_t F = w_out.sizes()[2], P = F == 0 ? 1 : sizes_[1] / F;
+    const int64_t operand[] = {sizes_[0], parts_first ? P : F, parts_first ? F : P, sizes_[2]};
+    std::copy_n(operand, 4, operand_);
+  }
+
+  // Operands from parameters.
+  Tensor w_in(const Tensor& tensor) const { return are_given_ ? viewed(tensor, 4, operand_) : tensor.share(); }
+  Tensor b_in(const Tensor& tensor) const {
+    if (!tensor) return Tensor();
+    return are_given_ ? viewed(tensor, 3, operand_) : tensor.share();
+  }
+  Tensor gate(const Tensor& tensor) const { return are_given_ ? transposed(tensor) : tensor.share(); }
+
+  // Gradients of parameters from those of operands.
+  Tensor d_w_in(Tensor tensor) const { return are_given_ && tensor ? viewed(tensor, 3, sizes_) : std::move(tensor); }
+  Tensor d_b_in(Tensor tensor) const { return are_given_ && tensor ? viewed(tensor, 2, sizes_) : std::move(tensor); }
+  Tensor d_gate(Tensor tensor) const { return are_given_ ? transposed(tensor) : std::move(tensor); }
+
+ private:
+  bool are_given_;
+  int64_t sizes_[3], operand_[4];
+};
 
 // Takes arguments off the stack by their kinds. Tensors are contiguous, except those of kind G: a GEMM reads strides.
 std::vector<Tensor> take(const Value* stack, const std::string& kinds) {
@@ -139,13 +171,18 @@ std::pair<Tensor, Tensor> gate_backward(const Tensor& x, const Tensor& gate, con
 
 }  // namespace
 
-int32_t add_config(const std::string& layer, const std::string& network) { return configs().add({layer, network}); }
+int32_t add_config(const std::string& layer, const std::string& network, bool parts_first) {
+  return configs().add({layer, network, parts_first});
+}
 
 void layer_forward(Value* stack, uint64_t, uint64_t) {
   enum { X, GATE, EXPERT_BIAS, MASK, FORCED, BOUNDS, W_IN, B_IN, W_OUT, B_OUT, QUANTIZED, CONFIG = QUANTIZED + 4 };
-  const std::vector<Tensor> t = take(stack, "TGttttTtTttttt");
+  std::vector<Tensor> t = take(stack, "TGttttTtTttttt");
   const Config& config = configs().at(stack[CONFIG]);
-  Tensor logits = gate_logits(t[X], t[GATE]);
+  const Parameters parameters(t[W_IN], t[W_OUT], config.parts_first);
+  t[W_IN] = parameters.w_in(t[W_IN]);
+  t[B_IN] = parameters.b_in(t[B_IN]);
+  Tensor logits = gate_logits(t[X], parameters.gate(t[GATE]));
   Arguments arguments;
   arguments.add(t[X]);
   arguments.add(logits);
@@ -156,9 +193,11 @@ void layer_forward(Value* stack, uint64_t, uint64_t) {
   enum { DROPPED = 2 };
   std::vector<Tensor> results = run(numbers().layer, arguments);
   const int64_t one = 1;
-  Tensor dropped_by_source = viewed(results[DROPPED], 1, &one);
+  const Tensor dropped = std::move(results[DROPPED]);  // the number, and a zero
+  results[DROPPED] = viewed(dropped, 0, nullptr);
   results.push_back(std::move(logits));
-  results.push_back(std::move(dropped_by_source));
+  results.push_back(viewed(dropped, 1, &one));
+  results.push_back(viewed(view_as(dropped, shims.dtype_float32()), 0, nullptr, 1));
   for (size_t i = 0; i < results.size(); ++i) stack[i] = results[i].release_value();
 }
 
@@ -180,9 +219,7 @@ void layer_backward(Value* stack, uint64_t, uint64_t) {
     LSE,
     H,
     LOGITS,
-    ROW_OF_SLOT,
-    SLOT_OF_ROW,
-    GROUP_SIZES,
+    MAPS,
     QUANTIZED,
     W_IN_DTYPE = QUANTIZED + 4,
     W_OUT_DTYPE,
@@ -191,25 +228,28 @@ void layer_backward(Value* stack, uint64_t, uint64_t) {
     NEEDS_W_OUT,
     CONFIG,
   };
-  const std::vector<Tensor> t = take(stack, "TttTGTTTtttTTTTTTTTtttt");
+  std::vector<Tensor> t = take(stack, "TttTGTTTtttTTtTTTtttt");
   const Config& config = configs().at(stack[CONFIG]);
+  const Parameters parameters(t[W_IN], t[W_OUT], config.parts_first);
+  t[W_IN] = parameters.w_in(t[W_IN]);
+  t[B_IN] = parameters.b_in(t[B_IN]);
   Arguments arguments;
-  for (int i : {D_OUTPUT, H, X, WEIGHTS, SLOT_OF_ROW, GROUP_SIZES, W_IN, B_IN, W_OUT, B_OUT, LOGITS, EXPERTS, MASK, LSE,
-                D_SCORE_SUM, D_LSE}) {
+  for (int i : {D_OUTPUT, H, X, WEIGHTS, MAPS, W_IN, B_IN, W_OUT, B_OUT, LOGITS, EXPERTS, MASK, LSE, D_SCORE_SUM,
+                D_LSE}) {
     add(arguments, t[i]);
   }
   arguments.add_option(static_cast<int8_t>(stack[W_OUT_DTYPE]));
   arguments.add_option(static_cast<int8_t>(stack[NEEDS_W_OUT] & 1));
   for (int i = 0; i < 4; ++i) add(arguments, t[QUANTIZED + i]);
   arguments.add_options(config.layer);
-  enum { DH, D_W_OUT, D_B_OUT, D_WEIGHTS, DH_Q, DH_SCALES, D_LOGITS };
+  enum { DH, D_W_OUT, D_B_OUT, DH_Q, DH_SCALES, D_LOGITS };
   std::vector<Tensor> hidden = run(numbers().layer_hidden, arguments);
-  auto [addend, d_gate] = gate_backward(t[TOKENS], t[GATE], hidden[D_LOGITS]);
+  auto [addend, d_gate] = gate_backward(t[TOKENS], parameters.gate(t[GATE]), hidden[D_LOGITS]);
   arguments = Arguments();
-  for (int i : {DH, DH_Q, DH_SCALES}) arguments.add(hidden[i]);
+  for (int i : {DH, DH_Q, DH_SCALES}) add(arguments, hidden[i]);
   arguments.add(t[X]);
   arguments.add(addend);
-  for (int i : {ROW_OF_SLOT, SLOT_OF_ROW, GROUP_SIZES, W_IN, B_IN, W_OUT}) add(arguments, t[i]);
+  for (int i : {MAPS, W_IN, B_IN, W_OUT}) add(arguments, t[i]);
   arguments.add_option(static_cast<int8_t>(stack[W_IN_DTYPE]));
   if (stack[D_X_DTYPE] == 0) {
     arguments.add_none();
@@ -220,8 +260,10 @@ void layer_backward(Value* stack, uint64_t, uint64_t) {
   for (int i = 0; i < 4; ++i) add(arguments, t[QUANTIZED + i]);
   arguments.add_options(config.network);
   std::vector<Tensor> inputs = run(numbers().experts_inputs, arguments);
-  Tensor* results[] = {&inputs[0],       &inputs[1], &inputs[2],       &hidden[D_W_OUT],
-                       &hidden[D_B_OUT], &d_gate,    &hidden[D_LOGITS]};
+  inputs[1] = parameters.d_w_in(std::move(inputs[1]));
+  inputs[2] = parameters.d_b_in(std::move(inputs[2]));
+  d_gate = parameters.d_gate(to_dtype(d_gate, t[GATE].dtype()));
+  Tensor* results[] = {&inputs[0], &inputs[1], &inputs[2], &hidden[D_W_OUT], &hidden[D_B_OUT], &d_gate};
   int i = 0;
   for (Tensor* result : results) stack[i++] = result->release_value();
 }

@@ -8,7 +8,7 @@
 namespace anabranch::torch {
 
 // Adds the options of a layer, in the form of keys (see Arguments), and returns their number.
-int32_t add_config(const std::string& layer, const std::string& network);
+int32_t add_config(const std::string& layer, const std::string& network, bool parts_first);
 
 // Kernels of anabranch::layer_forward and anabranch::layer_backward; layer/native.py has their schemas.
 void layer_forward(Value* stack, uint64_t num_arguments, uint64_t num_results);

@@ -65,10 +65,11 @@ AB_EXPORT int32_t ab_torch_register_layer(const char* dispatch_key) {
 }
 
 // See add_config.
-AB_EXPORT int32_t ab_torch_config(const char* layer, int64_t layer_size, const char* network, int64_t network_size) {
+AB_EXPORT int32_t ab_torch_config(const char* layer, int64_t layer_size, const char* network, int64_t network_size,
+                                  int32_t parts_first) {
   return guarded([&] {
     return add_config(std::string(layer, static_cast<size_t>(layer_size)),
-                      std::string(network, static_cast<size_t>(network_size)));
+                      std::string(network, static_cast<size_t>(network_size)), parts_first != 0);
   });
 }
 

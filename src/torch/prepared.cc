@@ -94,6 +94,11 @@ class Prepared {
     results.reserve(d.num_results);
     for (int32_t i = 0; i < d.num_results; ++i) {
       const Result& result = d.results[i];
+      if (result.rank < 0) {
+        results.emplace_back();
+        memories_.push_back(nullptr);
+        continue;
+      }
       int64_t sizes[kMaxRank];
       for (int32_t axis = 0; axis < result.rank; ++axis) sizes[axis] = numbers_[result.sizes[axis]];
       results.push_back(empty(result.rank, sizes, result.dtype, arguments.device_type, arguments.device_index));

@@ -31,7 +31,7 @@ struct Condition {
 
 struct Result {
   int32_t dtype;  // torch's number
-  int32_t rank;
+  int32_t rank;   // -1: not requested
   int32_t sizes[kMaxRank];
 };
 
@@ -98,7 +98,7 @@ class Arguments {
   friend std::vector<Tensor> run(int32_t operation, Arguments& arguments);
 };
 
-// Runs an operation and returns its results.
+// Runs an operation and returns its results, without those that were not requested.
 std::vector<Tensor> run(int32_t operation, Arguments& arguments);
 
 // Removes all prepared calls that are not running.

@@ -83,6 +83,11 @@ void Tensor::reset(Handle handle) {
   handle_ = handle;
 }
 
+Value Tensor::release_value() {
+  if (handle_ == nullptr) check(shims.new_undefined(&handle_), "make an undefined tensor");
+  return reinterpret_cast<Value>(release());
+}
+
 Tensor Tensor::share() const {
   Handle handle;
   check(shims.new_handle(handle_, &handle), "share a tensor");
@@ -148,12 +153,18 @@ Tensor contiguous(Tensor tensor) {
   return Tensor(stack[0]);
 }
 
-Tensor viewed(const Tensor& tensor, int64_t rank, const int64_t* sizes) {
+Tensor viewed(const Tensor& tensor, int64_t rank, const int64_t* sizes, int64_t start) {
   int64_t strides[kMaxRank];
   row_major(rank, sizes, strides);
   Handle handle;
-  check(shims.reinterpret(tensor.get(), rank, sizes, strides, 0, &handle), "view a tensor");
+  check(shims.reinterpret(tensor.get(), rank, sizes, strides, start, &handle), "view a tensor");
   return Tensor(handle);
+}
+
+Tensor view_as(const Tensor& tensor, int32_t dtype) {
+  Value stack[] = {tensor.share().release_value(), static_cast<Value>(dtype)};
+  check(dispatch("aten::view", "dtype", stack), "view a tensor");
+  return Tensor(stack[0]);
 }
 
 Tensor transposed(const Tensor& matrix) {

@@ -30,6 +30,7 @@ using Kernel = void (*)(Value* stack, uint64_t num_arguments, uint64_t num_resul
   X(get_device_index, "aoti_torch_get_device_index", Error (*)(Handle, int32_t*))                   \
   X(is_contiguous, "aoti_torch_is_contiguous", Error (*)(Handle, bool*))                            \
   X(new_handle, "aoti_torch_new_tensor_handle", Error (*)(Handle, Handle*))                         \
+  X(new_undefined, "aoti_torch_new_uninitialized_tensor", Error (*)(Handle*))                       \
   X(empty_strided, "aoti_torch_empty_strided",                                                      \
     Error (*)(int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, Handle*))         \
   X(reinterpret, "aoti_torch__reinterpret_tensor",                                                  \
@@ -117,7 +118,8 @@ class Tensor {
 
   Handle get() const { return handle_; }
   explicit operator bool() const { return handle_ != nullptr; }
-  Value release_value() { return reinterpret_cast<Value>(release()); }
+  // A result on the stack. NULL becomes an undefined tensor, which is None in Python.
+  Value release_value();
   Handle release() {
     Handle handle = handle_;
     handle_ = nullptr;
@@ -142,8 +144,10 @@ class Tensor {
 Tensor empty(int64_t rank, const int64_t* sizes, int32_t dtype, int32_t device_type, int32_t device_index);
 bool is_contiguous(const Tensor& tensor);
 Tensor contiguous(Tensor tensor);
-// A contiguous tensor with other sizes.
-Tensor viewed(const Tensor& tensor, int64_t rank, const int64_t* sizes);
+// A contiguous tensor with other sizes, beginning at element `start` of its memory.
+Tensor viewed(const Tensor& tensor, int64_t rank, const int64_t* sizes, int64_t start = 0);
+// tensor.view(dtype)
+Tensor view_as(const Tensor& tensor, int32_t dtype);
 // tensor.to(dtype)
 Tensor to_dtype(const Tensor& tensor, int32_t dtype);
 // The transposed view of a matrix.

@@ -38,6 +38,16 @@ void expect_plan(const Plan& plan, const std::vector<int32_t>& experts, int64_t 
   EXPECT_EQ(plan.dropped[0], dropped);
 }
 
+TEST(Plan, ElementsAfterTheNumberOfDroppedSlotsAreZero) {
+  const Tensor<int32_t> experts({2, 2}, {0, 5, 1, 0});
+  const Plan plan(2, 2, 2, 2);
+  const Tensor<int32_t> dropped({3}, {7, 7, 7});
+  ab_plan_args args = plan_args(&experts, nullptr, 2, 0, plan);
+  args.dropped = dropped.view();
+  EXPECT_OK(call(ab_plan, ab_plan_workspace, args));
+  EXPECT_EQ(dropped.values(), (std::vector<int32_t>{2, 0, 0}));
+}
+
 TEST(Plan, MatchesTheDefinition) {
   for (const int64_t T : {0, 1, 7, 600}) {
     for (const int64_t E : {1, 3, 64, 130}) {
@@ -173,7 +183,9 @@ TEST(Plan, RefusesBadArguments) {
           [](ab_plan_args* args) { args->num_experts = 5; });
   refused("row_of_slot: got int32 (4) [3], expected int32 [T=4, K=2]",
           [](ab_plan_args* args) { args->row_of_slot = args->group_sizes; });
-  refused("dropped: got int32 (4) [3]", [](ab_plan_args* args) { args->dropped = args->group_sizes; });
+  refused("dropped: got int32 (4) [4, 2]", [](ab_plan_args* args) { args->dropped = args->row_of_slot; });
+  const Tensor<int32_t> none({0});
+  refused("dropped: got [0], expected a scalar", [&](ab_plan_args* args) { args->dropped = none.view(); });
   refused("experts: got bool (1) [4, 3], expected int32 [T, K]",
           [&](ab_plan_args* args) { args->experts = routed.view(); });
   Tensor<int32_t> row_id_map({4, 7});

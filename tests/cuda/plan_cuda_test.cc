@@ -33,7 +33,7 @@ struct Result {
         offsets({E + 1}),
         row_of_slot({T, K}),
         slot_of_row({R}),
-        dropped({}),
+        dropped({3}),
         row_id_map({T, 2 * E + 1}) {}
   Tensor<int32_t> tokens_per_expert;
   Tensor<int32_t> group_sizes;

@@ -8,7 +8,7 @@ RouteVariants balanced_variants() {
   constexpr Mode kMode = Mode::balanced;
   constexpr RouteVariant none{};
   constexpr RouteVariant k1024 = variant<kMode, 32, 32, false, 16, 64>();
-  return {{none, none, none, variant<kMode, 2, 32, false, 16>(), variant<kMode, 4, 32, false, 8, 16>(),
+  return {{none, none, none, none, variant<kMode, 4, 32, false, 8, 16>(),
            variant<kMode, 8, 32, false, 8, 32>(), variant<kMode, 8, 48, false, 8>(),
            variant<kMode, 16, 32, false, 8, 16, 32>(), k1024},
           {none, none, none, variant<kMode, 32, 8, false, 8, 32>(), variant<kMode, 32, 16, false, 32>(), k1024}};

@@ -1,6 +1,7 @@
 """Native kernels of torch's operations: the same bits as through ctypes, errors, threads, processes, memory."""
 
 import concurrent.futures
+import contextlib
 import ctypes
 import hashlib
 import importlib
@@ -13,6 +14,7 @@ import sys
 
 import pytest
 import torch
+import torch.utils.flop_counter
 
 import anabranch.torch as ab
 from anabranch.activation import as_activation
@@ -85,6 +87,32 @@ CASES = {
 }
 
 
+def module_step(weights_too=False, dtype=torch.float32, mode=contextlib.nullcontext, **options):
+    """Results and gradients of one step of the module. mode: a context around the backward pass."""
+    torch.manual_seed(0)  # not the same numbers on every device
+    layer = ab.MoE(D, F, E, K, **options).to(dtype)
+    generator = torch.Generator("cpu").manual_seed(3)
+    x = random((T, D), generator, dtype).requires_grad_()
+    result = layer(x)
+    outputs = [result.output, *([result.weights] if weights_too else [])]
+    with mode():
+        torch.autograd.backward(outputs, [random(o.shape, generator, o.dtype) for o in outputs])
+    return [result.output, result.aux_loss, x.grad, *(p.grad for p in layer.parameters())]
+
+
+MODULES = {
+    "plain": {},
+    "bfloat16": dict(dtype=torch.bfloat16),
+    "interleaved, with biases": dict(interleaved=True, use_bias=True),
+    "not gated": dict(gated=False, activation="gelu"),
+    "a bias of the gate": dict(use_gate_bias=True),
+    "an expert bias": dict(use_expert_bias=True, score_function="sigmoid"),
+    "a cotangent of the weights": dict(weights_too=True, use_bias=True),
+    "a mode in the backward pass": dict(mode=lambda: torch.utils.flop_counter.FlopCounterMode(display=False)),
+    "losses": dict(aux_loss_coeff=0.1, z_loss_coeff=0.2),
+}
+
+
 def on_default_device(values):
     """A list, tuple or dict with its tensors moved."""
     if isinstance(values, dict):
@@ -99,6 +127,7 @@ def digests():
         from test_torch_calls import SAMPLES
 
     found = {name: digest(step(**case)) for name, case in CASES.items()}
+    found |= {f"module: {name}": digest(module_step(**case)) for name, case in MODULES.items()}
     found |= {f"plain, {n} tokens": digest(step(n)) for n in (1, 31, 12)}
     for i, (operation, arguments) in enumerate(SAMPLES):
         try:
@@ -112,7 +141,9 @@ def digests():
 
 def test_bits_are_those_of_calls_through_ctypes(device):
     environment = {**os.environ, "ANABRANCH_TORCH_NATIVE": "0"}
-    child = subprocess.run([sys.executable, str(HERE), device], env=environment, capture_output=True, text=True, timeout=300)
+    child = subprocess.run(
+        [sys.executable, str(HERE), device], env=environment, capture_output=True, text=True, timeout=300
+    )
     assert child.returncode == 0, child.stderr[-4000:]
     want = json.loads(child.stdout.splitlines()[-1])
     assert want.pop("reason") == "ANABRANCH_TORCH_NATIVE=0"

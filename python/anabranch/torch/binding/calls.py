@@ -9,7 +9,7 @@ import ctypes
 import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -87,7 +87,7 @@ class PreparedCalls:
 
     Args:
       given: descriptions of the operation's tensor arguments, without those that are not given.
-      results: descriptions of its results.
+      results: descriptions of its results; None: a result that was not requested, for native code alone.
       calls: the C calls in order. They may name further tensors: working memory, which is one allocation together with
         the workspace that the calls share.
       sizes: records the numbers. Its inputs are the sizes of the arguments.
@@ -98,7 +98,7 @@ class PreparedCalls:
     def __init__(
         self,
         given: Sequence[Described],
-        results: Sequence[Described],
+        results: Sequence[Described | None],
         calls: Sequence[Call],
         sizes: Sizes,
         device: torch.device,
@@ -106,7 +106,7 @@ class PreparedCalls:
     ):
         self.device, self.on_cuda, self.sizes = device, threads == 0, sizes
         #: (shape, dtype) of each result; sizes are indices of numbers, here and below.
-        self.results = [(tuple(map(sizes.index, tensor.shape)), tensor.dtype) for tensor in results]
+        self.results = [t if t is None else (tuple(map(sizes.index, t.shape)), t.dtype) for t in results]
         #: (index of a memory, offset in bytes) of each tensor of the calls, in order. Memories are the arguments, the
         #: results, and the working memory.
         self.places: list[tuple[int, int]] = []
@@ -117,7 +117,9 @@ class PreparedCalls:
         self.functions: list[tuple[Any, Any, Any]] = []
         self._held: list[Any] = []  # memory that the structs point to
         # Each description has a memory of its own, even where an operation gets one tensor twice.
-        memories: dict[int, tuple[int, Any]] = {id(t.memory): (i, 0) for i, t in enumerate([*given, *results])}
+        memories: dict[int, tuple[int, Any]] = {
+            id(t.memory): (i, 0) for i, t in enumerate([*given, *results]) if t is not None
+        }
         working_size: Any = 0
         for call in calls:
             for tensor in call.tensors.values():
@@ -180,7 +182,9 @@ class PreparedCalls:
             return False
         for address, num_bytes, index in self.cells:
             _CELLS[num_bytes].from_address(address).value = values[index]
-        self._shapes = [(tuple(values[i] for i in shape), dtype) for shape, dtype in self.results]
+        self._shapes = [
+            (tuple(values[i] for i in shape), dtype) for shape, dtype in cast(list[tuple[Any, Any]], self.results)
+        ]
         self._offsets = [(memory, values[offset]) for memory, offset in self.places]
         self._memory_size = self._working_size = values[self.working_size]
         self._inputs, self._has_workspace = inputs, False

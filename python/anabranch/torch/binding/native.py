@@ -119,7 +119,8 @@ class Native:
             raise _Unavailable(f"torch {torch.__version__} has no function {missing.decode()}")
         library.ab_torch_add.argtypes = (ctypes.c_char_p, ctypes.c_char_p)
         library.ab_torch_register.argtypes = (ctypes.c_int32, ctypes.c_char_p, ctypes.c_char_p)
-        library.ab_torch_config.argtypes = (ctypes.c_char_p, ctypes.c_int64, ctypes.c_char_p, ctypes.c_int64)
+        text = (ctypes.c_char_p, ctypes.c_int64)
+        library.ab_torch_config.argtypes = (*text, *text, ctypes.c_int32)
         self.takes_lists = bool(library.ab_torch_takes_lists())
 
     @property
@@ -148,15 +149,26 @@ class Native:
             self.add_kernel(number, "anabranch", key)
         return True
 
+    def add_internal(self, name: str, arguments: str, allocate: Callable[..., Any], calls: Callable[..., Any]) -> None:
+        """Adds an operation that only native code calls. arguments: as in a schema, with parentheses."""
+        self.add(name, kinds_of(arguments), allocate, calls)
+
     def register_layer(self) -> None:
         """Registers the kernels of the whole layer."""
         for key in self.dispatch_keys:
             self._check(self.library.ab_torch_register_layer(key.encode()))
 
-    def config(self, layer: Sequence[tuple[str, Any]], network: Sequence[tuple[str, Any]]) -> int:
-        """The number of a layer's options, given as (kind, value) of the operations' last arguments."""
+    def config(self, layer: Sequence[tuple[str, Any]], network: Sequence[tuple[str, Any]], *, parts_first: bool) -> int:
+        """The number of a layer's options.
+
+        Args:
+          layer, network: (kind, value) of the last arguments of the layer's and the experts' operations.
+          parts_first: whether a parameter [E, P F, D] has the gate rows first, then the up rows.
+        """
         encoded = [b"".join(map(encode, *zip(*options, strict=True))) for options in (layer, network)]
-        number: int = self.library.ab_torch_config(encoded[0], len(encoded[0]), encoded[1], len(encoded[1]))
+        number: int = self.library.ab_torch_config(
+            encoded[0], len(encoded[0]), encoded[1], len(encoded[1]), parts_first
+        )
         self._check(number)
         return number
 
@@ -213,7 +225,11 @@ class Native:
         """Fills in a description, whose memory is kept until it is released."""
         sizes = prepared.sizes
         results = (_Result * len(prepared.results))()
-        for result, (shape, dtype) in zip(results, prepared.results, strict=True):
+        for result, described in zip(results, prepared.results, strict=True):
+            if described is None:
+                result.rank = -1
+                continue
+            shape, dtype = described
             result.dtype, result.rank = self.numbers[dtype], len(shape)
             result.sizes[: len(shape)] = shape
         calls = [

@@ -19,7 +19,7 @@ from anabranch.torch.binding.autograd import Function
 from anabranch.torch.binding.eager import is_plain_eager, needs_graph
 from anabranch.torch.layer import native_passes
 from anabranch.torch.layer.gate import biased_gate_logits, gate_backward
-from anabranch.torch.layer.operands import LayerConfig, LayerOutput, Leaves, Operands, requested_cotangents
+from anabranch.torch.layer.operands import LayerConfig, LayerOutput, Operands, requested_cotangents, view_parameters
 from anabranch.torch.ops import torch_ops
 from anabranch.torch.ops.experts import cast_weight
 from anabranch.torch.ops.quantized import backward_operands, forward_operands
@@ -60,12 +60,14 @@ class _Saved(NamedTuple):
     token_mask: Tensor | None
     weights: Tensor
     experts: Tensor
-    lse: Tensor
+    lse: Tensor | None
     h: Tensor
     logits: Tensor
-    row_of_slot: Tensor
-    slot_of_row: Tensor
-    group_sizes: Tensor
+    row_of_slot: Tensor | None
+    slot_of_row: Tensor | None
+    group_sizes: Tensor | None
+    maps: Tensor | None
+    """The three maps in one tensor, from native operations."""
 
 
 def _saved(config: LayerConfig, o: Operands, result: LayerOutput) -> tuple[Tensor | None, ...]:
@@ -75,7 +77,7 @@ def _saved(config: LayerConfig, o: Operands, result: LayerOutput) -> tuple[Tenso
         *(o.x, o.w_in, o.w_out, o.b_in, o.b_out, o.gate, o.gate_bias, o.token_mask),
         *(selection.weights, selection.experts, result.lse),
         *(result.h, result.logits if o.logits is None else o.logits),
-        *(result.row_of_slot, result.slot_of_row, result.group_sizes),
+        *(result.row_of_slot, result.slot_of_row, result.group_sizes, result.maps),
         *(() if o.quantized_w_in is None else backward_operands(o.quantized())),
     )
 
@@ -125,17 +127,16 @@ class _FusedLayer(Function):
 class _EagerLayer(Function):
     """The layer on plain tensors in eager mode.
 
-    `operands` has all operands, also those without a gradient. `given` has the first of those named _DIFFERENTIABLE;
-    with `leaves` weights and biases are replaced by these. The results are added to the empty list `results`.
+    `operands` has all operands, also those without a gradient. `given` has the first of those named _DIFFERENTIABLE.
+    The results are added to the empty list `results`.
     """
 
     tensors = _DIFFERENTIABLE
 
     @staticmethod
-    def forward(ctx, config, operands, results, is_native, leaves, *given):
+    def forward(ctx, config, operands, results, is_native, *given):
         result = _eager_forward(config, operands, is_native)
         ctx.config, ctx.is_native = config, is_native
-        ctx.leaf_shapes = leaves and (leaves.w_in.shape, leaves.b_in is not None and leaves.b_in.shape)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*_saved(config, operands, result))
         results.append(result)
@@ -147,8 +148,8 @@ class _EagerLayer(Function):
 
     @staticmethod
     def backward(ctx, d_output, d_weights=None, d_score_sum=None, d_lse=None):
-        names = _DIFFERENTIABLE[: len(ctx.needs_input_grad) - 5]
-        needs = dict(zip(names, ctx.needs_input_grad[5:], strict=True))
+        names = _DIFFERENTIABLE[: len(ctx.needs_input_grad) - 4]
+        needs = dict(zip(names, ctx.needs_input_grad[4:], strict=True))
         config, saved, cotangents = ctx.config, ctx.saved_tensors, (d_output, d_weights, d_score_sum, d_lse)
         device = saved[0].device
         if ctx.is_native and d_weights is None and (needs["x"] or needs["gate"]) and is_plain_eager(device, cotangents):
@@ -156,36 +157,42 @@ class _EagerLayer(Function):
             gradients = native_passes.backward(config, needs, *_split(saved), d_output, d_sums)
         else:
             with without_autocast(device):
-                gradients = _backward(config, needs, saved, *cotangents)
-        if ctx.leaf_shapes is not None:
-            _reshape_for_leaves(gradients, *ctx.leaf_shapes)
-        return None, None, None, None, None, *(gradients.get(name) for name in names)
+                gradients = _eager_backward(config, needs, saved, *cotangents)
+        return None, None, None, None, *(gradients.get(name) for name in names)
 
 
-def _reshape_for_leaves(gradients, w_in_shape, b_in_shape):
-    """Changes gradients of operands to those of the tensors of which the operands are views."""
-    if gradients["w_in"] is not None:
-        gradients["w_in"] = gradients["w_in"].view(w_in_shape)
-    if gradients["b_in"] is not None:
-        gradients["b_in"] = gradients["b_in"].view(b_in_shape)
-    if gradients.get("gate") is not None:
-        gradients["gate"] = gradients["gate"].T
+def _eager_backward(config: LayerConfig, needs: Mapping[str, bool], saved: Sequence[Any], *cotangents: Any) -> Any:
+    """`_backward` for operands that may be parameters, see `view_parameters`."""
+    s, quantized = _split(saved)
+    if s.w_in.dim() != 3:
+        return _backward(config, needs, saved, *cotangents)
+    gradients = _backward(config, needs, (*view_parameters(s, config.network.w_in_layout), *quantized), *cotangents)
+    for name, parameter in (("w_in", s.w_in), ("b_in", s.b_in)):
+        if parameter is not None and (gradient := gradients[name]) is not None:
+            gradients[name] = gradient.view(parameter.shape)
+    if (d_gate := gradients.get("gate")) is not None:
+        gradients["gate"] = d_gate.T
+    return gradients
 
 
 def _eager_forward(config: LayerConfig, operands: Operands, is_native: bool) -> LayerOutput:
-    return LayerOutput(*(native_passes.forward if is_native else _forward)(config, operands))
+    if is_native:
+        return native_passes.forward(config, operands)
+    if operands.w_in.dim() == 3:
+        operands = view_parameters(operands, config.network.w_in_layout)
+    return LayerOutput(*_forward(config, operands))
 
 
-def _eager_layer(config: LayerConfig, operands: Operands, leaves: Leaves | None) -> LayerOutput:
+def _eager_layer(config: LayerConfig, operands: Operands) -> LayerOutput:
     """`fused_layer` in the plain eager case."""
     o, is_native = operands, native_passes.applies(config, operands)
-    given: tuple[Tensor | None, ...] = (o.x, *(leaves or (o.w_in, o.w_out, o.b_in, o.b_out, o.gate)))
+    given: tuple[Tensor | None, ...] = (o.x, o.w_in, o.w_out, o.b_in, o.b_out, o.gate)
     if not is_native:
         given = (*given, o.gate_bias, o.weights, o.logits, o.port)
     if not needs_graph(given):
         return _eager_forward(config, operands, is_native)
     results: list[LayerOutput] = []
-    outputs = _EagerLayer.call_eager(config, operands, results, is_native, leaves, *given)
+    outputs = _EagerLayer.call_eager(config, operands, results, is_native, *given)
     (r,) = results
     if config.router is None:
         return r._replace(output=outputs)
@@ -206,8 +213,13 @@ def _backward(
     """Gradients by operand name. needs: whether an operand needs its gradient; False for a missing one."""
     (
         x, w_in, w_out, b_in, b_out, gate, gate_bias, token_mask, weights, experts, lse,
-        h, logits, row_of_slot, slot_of_row, group_sizes,
+        h, logits, *maps, packed_maps,
     ), quantized = _split(saved)  # fmt: skip
+    if packed_maps is not None:
+        maps = [*native_passes.unpacked_maps(config, packed_maps, experts, h)]
+    row_of_slot, slot_of_row, group_sizes = maps
+    if lse is None:
+        lse = x.new_empty((0,), dtype=torch.float32)
     needs, dtype = dict.fromkeys(_DIFFERENTIABLE, False) | dict(needs), x.dtype
     through_gate = gate is not None and (needs["x"] or needs["gate"] or needs["gate_bias"])
     needs_logits = through_gate or needs["logits"]
@@ -252,8 +264,8 @@ def _backward(
     return gradients | {"w_in": d_w_in if needs["w_in"] else None, "b_in": None if b_in is None else d_b_in}
 
 
-def fused_layer(config: LayerConfig, operands: Operands, leaves: Leaves | None = None) -> LayerOutput:
-    """The layer on checked, flattened operands. leaves: see `run_layer`."""
-    if leaves is not None or is_plain_eager(operands.x.device, operands):
-        return _eager_layer(config, operands, leaves)
+def fused_layer(config: LayerConfig, operands: Operands, *, are_parameters: bool = False) -> LayerOutput:
+    """The layer on checked, flattened operands. are_parameters: see `run_layer`."""
+    if are_parameters or is_plain_eager(operands.x.device, operands):
+        return _eager_layer(config, operands)
     return LayerOutput(*_FusedLayer.call(config, *operands))

@@ -18,7 +18,6 @@ from anabranch.torch.binding.group import check_group, local_part, summed
 from anabranch.torch.layer.called_gate import fork
 from anabranch.torch.layer.counts import add_counts
 from anabranch.torch.layer.moe import LayerTensors, MoEOutput, checked_config, run_layer
-from anabranch.torch.layer.operands import Leaves
 from anabranch.torch.layer.parameters import Initializer, check_plain, draw, fan_in_normal_
 from anabranch.torch.layer.submodules import Gate, OnRanks, SharedExpert, is_plain
 from anabranch.torch.layer.wrapping import check_wrapping
@@ -370,19 +369,15 @@ class MoE(OnRanks):
         if not replays and self._restored_under_fsdp:
             self._check_not_rounded_again()
         bias = None if replays else self._bias()
-        leaves = None if quantized is not None else self._leaves(x, token_mask, forced_experts, bias)
-        if leaves is not None:
-            tensors = self._views(leaves, x)._replace(
-                expert_bias=bias, token_mask=token_mask, forced_experts=forced_experts
-            )
-        else:
-            tensors = self._tensors(x, mask, quantized)._replace(
-                expert_bias=bias, token_mask=token_mask, forced_experts=forced_experts
-            )
+        given = dict(expert_bias=bias, token_mask=token_mask, forced_experts=forced_experts)
+        tensors = None if quantized is not None else self._parameter_tensors(x, given)
+        are_parameters = tensors is not None
+        if tensors is None:
+            tensors = self._tensors(x, mask, quantized)._replace(**given)
         result = run_layer(
             self.options_of_replay if replays else self.options,
             tensors,
-            leaves=leaves,
+            are_parameters=are_parameters,
             quantized=quantized,
             qb_bin_bounds=None if replays else self.qb_bin_bounds,
             loss_group=self.loss_group,
@@ -420,19 +415,23 @@ class MoE(OnRanks):
         logits = _called("gate", self.gate, (*x.shape[:-1], ("E", self.num_experts)), for_gate)
         return tensors._replace(x=x.detach(), logits=logits.float(), port=port)
 
-    def _leaves(self, x: Tensor, *others: Tensor | None) -> Leaves | None:
-        """The parameters themselves, if the layer can take them without views that autograd records.
+    def _parameter_tensors(self, x: Tensor, given: dict[str, Tensor | None]) -> LayerTensors | None:
+        """The arguments of `run_layer` with the parameters themselves, which costs the least host time.
 
-        None: the layer has a group or a gate that must be called, this is not the plain eager case, or parameters have
-        another dtype than x.
+        None: the layer has a group, a gate that must be called, or parametrized experts; this is not the plain eager
+        case; or parameters have another dtype than x.
+
+        Args:
+          given: further fields of a LayerTensors.
         """
-        gate = self.gate
-        if self.group is not None or not is_plain(gate):
+        gate, parameters = self.gate, self._parameters
+        up, down = parameters.get(self.up_name), parameters.get("down_proj")
+        if self.group is not None or up is None or down is None or not is_plain(gate):
             return None
         assert isinstance(gate, Gate)
-        up, down = getattr(self, self.up_name), self.down_proj
         up_bias, down_bias = getattr(self, self.up_bias_name), self.down_proj_bias
-        if not is_plain_eager(x.device, (x, *others, up, down, up_bias, down_bias, gate.weight, gate.bias)):
+        tensors = LayerTensors(x, up, down, up_bias, down_bias, gate.weight, gate.bias, **given)
+        if not is_plain_eager(x.device, tensors):
             return None
         dtype = x.dtype
         dtypes = (dtype, torch.float32)
@@ -440,14 +439,10 @@ class MoE(OnRanks):
             return None
         if (up_bias is not None and up_bias.dtype != dtype) or (down_bias is not None and down_bias.dtype != dtype):
             return None
-        return Leaves(up, down, up_bias, down_bias, gate.weight)
-
-    @torch.no_grad()
-    def _views(self, leaves: Leaves, x: Tensor) -> LayerTensors:
-        """The arguments of `run_layer` as views of the parameters, without autograd."""
-        w_in, w_out = self._matrices()
-        b_in = None if leaves.b_in is None else leaves.b_in.view(w_in.shape[:-1])
-        return LayerTensors(x, w_in, w_out, b_in, leaves.b_out, leaves.gate.T, self.gate.bias)
+        E, F, D = self.num_experts, self.hidden_features, self.in_features
+        if up.shape != (E, self.parts * F, D) or down.shape != (E, D, F) or gate.weight.shape != (E, D):
+            return None
+        return tensors if up_bias is None or up_bias.shape == up.shape[:2] else None
 
     def _shared(self, x: Tensor, token_mask: Tensor | None) -> Tensor:
         """The shared expert's output for x [..., D]."""

@@ -22,10 +22,10 @@ from anabranch.torch.layer.on_group import GroupConfig, GroupOutput, group_layer
 from anabranch.torch.layer.operands import (
     LayerConfig,
     LayerOutput,
-    Leaves,
     Operands,
     layer_config,
     quantized_fields,
+    view_parameters,
 )
 from anabranch.torch.ops.balance import load_balance_loss, mean_of_squares
 from anabranch.torch.ops.experts import check_experts
@@ -242,7 +242,7 @@ def run_layer(
     options: LayerOptions,
     tensors: LayerTensors,
     *,
-    leaves: Leaves | None = None,
+    are_parameters: bool = False,
     group: Any = None,
     transport: str = "auto",
     capacity_factor: float | None = None,
@@ -255,7 +255,8 @@ def run_layer(
 
     Args:
       options, tensors: of `moe`.
-      leaves: in the plain eager case, without a group, the tensors of which the weights in `tensors` are views.
+      are_parameters: whether w_in, b_in and gate are parameters in the form of `view_parameters`. Allowed without a
+        group in the plain eager case.
       others: as in `moe`.
     """
     x, w_in, w_out, b_in, b_out, gate, gate_bias, expert_bias, token_mask, forced_experts, logits, port = tensors
@@ -267,7 +268,13 @@ def run_layer(
         (x, token_mask, forced_experts, logits, port),
         matrices if quantized is None else (*matrices, *quantized_fields(quantized).values()),
         (ranks, has_loss_group, type(quantized)),
-        lambda: _checked(options, ranks, tensors, quantized, loss_group),
+        lambda: _checked(
+            options,
+            ranks,
+            view_parameters(tensors, options.w_in_layout) if are_parameters else tensors,
+            quantized,
+            loss_group,
+        ),
         options,
     )
     if quantized is not None:
@@ -288,9 +295,11 @@ def run_layer(
     if quantized is not None and config.network.precision == FP8:
         operands = operands._replace(**quantized_fields(quantized))
     result: LayerOutput | GroupOutput
+    zero = None
     if parallel is None:
-        result = fused_layer(config, operands, leaves)
+        result = fused_layer(config, operands, are_parameters=are_parameters)
         counts, by_source, histogram = result.tokens_per_expert, result.dropped_by_source, result.qb_histogram
+        zero = result.zero
         if by_source is None:
             by_source = result.dropped.view(1)
     else:
@@ -301,11 +310,15 @@ def run_layer(
         counts, by_source, histogram = sum_counts(
             parallel, result.tokens_per_expert, result.dropped, result.qb_histogram
         )
-    aux = z = torch.zeros((), dtype=torch.float32, device=x.device)
+    aux = z = _zero(x) if zero is None else zero
     if config.aux_loss or config.z_loss:
         number = torch.full_like(aux, tokens.shape[0]) if token_mask is None else token_mask.sum().float()
-        squares = result.lse.square().sum() if config.z_loss else aux  # lse is 0 for a masked token
-        sums: Sequence[Tensor] = (result.score_sum, result.tokens_per_expert, squares, number)
+        squares = aux
+        if config.z_loss:
+            assert result.lse is not None
+            squares = result.lse.square().sum()  # lse is 0 for a masked token
+        scores = aux.new_empty((0,)) if result.score_sum is None else result.score_sum
+        sums: Sequence[Tensor] = (scores, result.tokens_per_expert, squares, number)
         if (losses_over := group if loss_group is None else loss_group) is not None:
             sums = sum_over_ranks(losses_over, *sums)
         aux, z = _losses(router.topk, coefficients, *sums)
@@ -351,12 +364,16 @@ def _checked(options: LayerOptions, ranks: int, tensors: LayerTensors, quantized
 _check_cache = check.CheckCache()
 
 
+def _zero(like: Tensor) -> Tensor:
+    return torch.zeros((), dtype=torch.float32, device=like.device)
+
+
 def _losses(
     topk: int, coefficients: tuple[float, float], score_sum: Tensor, counts: Tensor, squares: Tensor, number: Tensor
 ) -> tuple[Tensor, Tensor]:
     """(aux_loss, z_loss) from sums over `number` tokens. squares: the sum of lse^2."""
     aux_coeff, z_coeff = coefficients
-    aux = z = torch.zeros((), dtype=torch.float32, device=score_sum.device)
+    aux = z = _zero(score_sum)
     if aux_coeff:
         aux = load_balance_loss(score_sum, counts, topk, aux_coeff, number)
     if z_coeff:

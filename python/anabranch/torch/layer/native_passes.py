@@ -1,7 +1,8 @@
 """The layer's forward and backward pass as one native operation each, for plain tensors in eager mode.
 
 They compute what `forward.py` computes with several operations, with bitwise the same results: the gate's GEMMs, then
-the same prepared calls. Programs must not contain them, because they take their options as a number of this process.
+the same calls. Results that were not requested are None. Programs must not contain these operations, because they take
+their options as a number of this process.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,9 +14,10 @@ from torch import Tensor
 from anabranch.torch.binding.define import _ops, native_run
 from anabranch.torch.binding.derivatives import reject_derivative
 from anabranch.torch.binding.native import native
-from anabranch.torch.layer.operands import LayerConfig, Operands
+from anabranch.torch.layer.operands import LayerConfig, LayerOutput, Operands
 from anabranch.torch.ops.experts import cast_weight
 from anabranch.torch.ops.experts_ops import QUANTIZED
+from anabranch.torch.ops.packed_ops import add_packed_operations, unpacked
 from anabranch.torch.ops.quantized import forward_operands
 
 if native is not None:
@@ -23,17 +25,17 @@ if native is not None:
         "layer_forward(Tensor x, Tensor gate, Tensor? expert_bias, Tensor? token_mask, Tensor? forced_experts, "
         f"Tensor? qb_bin_bounds, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, {QUANTIZED}, int config) -> "
         "(Tensor output, Tensor tokens_per_expert, Tensor dropped, Tensor weights, Tensor experts, Tensor score_sum, "
-        "Tensor lse, Tensor qb_histogram, Tensor h, Tensor row_of_slot, Tensor slot_of_row, Tensor group_sizes, "
-        "Tensor logits, Tensor dropped_by_source)"
+        "Tensor lse, Tensor qb_histogram, Tensor h, Tensor maps, Tensor logits, Tensor dropped_by_source, Tensor zero)"
     )
     _ops.define(
         "layer_backward(Tensor d_output, Tensor? d_score_sum, Tensor? d_lse, Tensor tokens, Tensor gate, Tensor x, "
         "Tensor w_in, Tensor w_out, Tensor? b_in, Tensor? b_out, Tensor? token_mask, Tensor weights, Tensor experts, "
-        "Tensor lse, Tensor h, Tensor logits, Tensor row_of_slot, Tensor slot_of_row, Tensor group_sizes, "
-        f"{QUANTIZED}, ScalarType w_in_dtype, ScalarType w_out_dtype, ScalarType? d_x_dtype, bool needs_w_in, "
+        f"Tensor? lse, Tensor h, Tensor logits, Tensor maps, {QUANTIZED}, ScalarType w_in_dtype, "
+        "ScalarType w_out_dtype, ScalarType? d_x_dtype, bool needs_w_in, "
         "bool needs_w_out, int config) -> (Tensor d_x, Tensor d_w_in, Tensor d_b_in, Tensor d_w_out, Tensor d_b_out, "
-        "Tensor d_gate, Tensor d_logits)"
+        "Tensor d_gate)"
     )
+    add_packed_operations(native)
     native.register_layer()
     _layer_forward = native_run(torch.ops.anabranch.layer_forward.default)
     _layer_backward = native_run(torch.ops.anabranch.layer_backward.default)
@@ -61,14 +63,22 @@ def applies(config: LayerConfig, o: Operands) -> bool:
     )
 
 
-def forward(config: LayerConfig, o: Operands) -> Any:
-    """The fields of a LayerOutput."""
+def forward(config: LayerConfig, o: Operands) -> LayerOutput:
+    """The results of the layer."""
     dtype = o.x.dtype
-    return _layer_forward(
+    results = _layer_forward(
         o.x, o.gate, o.expert_bias, o.token_mask, o.forced_experts, o.qb_bin_bounds,
         cast_weight(config.network, o.w_in, dtype), o.b_in, cast_weight(config.network, o.w_out, dtype), o.b_out,
         *((None,) * 4 if o.quantized_w_in_transposed is None else forward_operands(o.quantized())), config.number,
     )  # fmt: skip
+    *of_caller, h, maps, logits, dropped_by_source, zero = results
+    return LayerOutput._make((*of_caller, h, None, None, None, logits, maps, dropped_by_source, zero))
+
+
+def unpacked_maps(config: LayerConfig, maps: Tensor, experts: Tensor, h: Tensor) -> tuple[Tensor, ...]:
+    """row_of_slot, slot_of_row and group_sizes of the forward pass."""
+    T, K = experts.shape
+    return unpacked(maps, T, K, h.shape[0], config.num_experts)
 
 
 def backward(
@@ -82,17 +92,17 @@ def backward(
     """Gradients by operand name, for a layer whose weights have no cotangent. saved: see `forward._Saved`."""
     s, mask, x = saved, saved.token_mask, saved.x
     tokens = x if mask is None else torch.where(mask[:, None], x, 0)  # 0 * NaN would be NaN
-    d_x, d_w_in, d_b_in, d_w_out, d_b_out, d_gate, _ = _layer_backward(
+    d_x, d_w_in, d_b_in, d_w_out, d_b_out, d_gate = _layer_backward(
         torch.zeros_like(x) if d_output is None else d_output, *d_sums, tokens, s.gate, x,
         cast_weight(config.network, s.w_in, x.dtype), cast_weight(config.network, s.w_out, x.dtype), s.b_in, s.b_out,
-        mask, s.weights, s.experts, s.lse, s.h, s.logits, s.row_of_slot, s.slot_of_row, s.group_sizes, *quantized,
+        mask, s.weights, s.experts, s.lse, s.h, s.logits, s.maps, *quantized,
         s.w_in.dtype, s.w_out.dtype, x.dtype if needs["x"] else None, needs["w_in"], needs["w_out"], config.number,
     )  # fmt: skip
     return {
-        "x": d_x if needs["x"] else None,
-        "gate": d_gate if d_gate.dtype == s.gate.dtype else d_gate.to(s.gate.dtype),
-        "w_in": d_w_in if needs["w_in"] else None,
-        "b_in": None if s.b_in is None else d_b_in,
-        "w_out": d_w_out if needs["w_out"] else None,
-        "b_out": None if s.b_out is None else d_b_out,
+        "x": d_x,
+        "gate": d_gate,
+        "w_in": d_w_in,
+        "b_in": d_b_in,
+        "w_out": d_w_out,
+        "b_out": d_b_out,
     }

@@ -39,7 +39,8 @@ _NETWORK_LETTERS = [_LETTERS[kind] for kind in typing.get_type_hints(Network).va
 @functools.cache
 def _number(options: LayerNumbers, network: Network) -> int:
     assert native is not None
-    return native.config(list(zip("IFss", options, strict=True)), list(zip(_NETWORK_LETTERS, network, strict=True)))
+    of_layer, of_network = zip("IFss", options, strict=True), zip(_NETWORK_LETTERS, network, strict=True)
+    return native.config(list(of_layer), list(of_network), parts_first=network.w_in_layout == "pfd")
 
 
 def _number_of(options: LayerNumbers, network: Network) -> int:
@@ -111,6 +112,23 @@ class Operands(NamedTuple):
         return as_quantized_experts(self[-len(QuantizedExperts._fields) :])
 
 
+def view_parameters(operands: Any, w_in_layout: str) -> Any:
+    """Operands of `moe` as views of a module's parameters: w_in [E, P F, D], b_in [E, P F], gate [E, D].
+
+    In the plain eager case a module passes its parameters themselves: native operations need no views, and autograd
+    records none. A call is in this form if w_in has three dimensions.
+
+    Args:
+      operands: a named tuple with these fields and w_out [E, D, F].
+      w_in_layout: "pfd" or "fpd".
+    """
+    w_in, b_in = operands.w_in.detach(), operands.b_in
+    (E, columns, D), F = w_in.shape, operands.w_out.shape[2]
+    w_in = w_in.view((E, columns // F, F, D) if w_in_layout == "pfd" else (E, F, columns // F, D))
+    b_in = b_in if b_in is None else b_in.detach().view(w_in.shape[:-1])
+    return operands._replace(w_in=w_in, b_in=b_in, gate=operands.gate.detach().T)
+
+
 def quantized_fields(quantized: QuantizedExperts | None) -> dict[str, Any]:
     """The fields of Operands from a QuantizedExperts."""
     if not isinstance(quantized, QuantizedExperts):  # None, or a value that the checks reject
@@ -118,26 +136,12 @@ def quantized_fields(quantized: QuantizedExperts | None) -> dict[str, Any]:
     return {f"quantized_{name}": tensor for name, tensor in quantized._asdict().items()}
 
 
-class Leaves(NamedTuple):
-    """The tensors of which operands are views, in the plain eager case. Their gradients have their shapes.
-
-    Autograd then records one function, and no view of a parameter.
-    """
-
-    w_in: Tensor
-    """Any shape with the elements of w_in in their order."""
-    w_out: Tensor
-    """The operand itself."""
-    b_in: Tensor | None
-    """Any shape with the elements of b_in in their order."""
-    b_out: Tensor | None
-    """The operand itself."""
-    gate: Tensor
-    """[E, D], the transpose of the operand."""
-
-
 class LayerOutput(NamedTuple):
-    """The results of the layer, flattened. Without a router, the results of routing have no elements."""
+    """The results of the layer, flattened.
+
+    Without a router, the results of routing have no elements. Native operations return None for those that were not
+    requested, and `maps` in the place of the three maps of the plan.
+    """
 
     output: Tensor
     """[T, D], dtype of x."""
@@ -149,17 +153,21 @@ class LayerOutput(NamedTuple):
     """float32 [T, K]."""
     experts: Tensor
     """int32 [T, K]."""
-    score_sum: Tensor
+    score_sum: Tensor | None
     """float32 [E]; no elements without a load-balancing loss."""
-    lse: Tensor
+    lse: Tensor | None
     """float32 [T], 0 for a masked token; no elements if neither a loss nor the backward pass reads it."""
-    qb_histogram: Tensor
+    qb_histogram: Tensor | None
     """int32 [E, bins]."""
     h: Tensor
     """Saved for backward, as are the next four."""
-    row_of_slot: Tensor
-    slot_of_row: Tensor
-    group_sizes: Tensor
+    row_of_slot: Tensor | None
+    slot_of_row: Tensor | None
+    group_sizes: Tensor | None
     logits: Tensor
+    maps: Tensor | None = None
+    """The three maps in one tensor, see `packed_ops`. Only native operations return this field and those below."""
     dropped_by_source: Tensor | None = None
-    """int32 [1], a view of `dropped`, from the native operation alone."""
+    """int32 [1], a view of `dropped`."""
+    zero: Tensor | None = None
+    """float32 []: 0, for losses that are not requested."""

@@ -28,7 +28,7 @@ def _axes(layout: str) -> tuple[int, ...]:
     return Layouts(layout).order("w_in")
 
 
-def _sizes(w_in: Tensor, layout: str) -> tuple[int, int, int, int]:
+def sizes_of_w_in(w_in: Tensor, layout: str) -> tuple[int, int, int, int]:
     """(E, D, P, F) of w_in."""
     E, D, P, F = (w_in.shape[axis] for axis in _axes(layout))
     return E, D, P, F
@@ -177,7 +177,7 @@ def _allocate_ffn(
     w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
     o = Network(*options)
-    _, _, P, F = _sizes(w_in, o.w_in_layout)
+    _, _, P, F = sizes_of_w_in(w_in, o.w_in_layout)
     R = (x if slot_of_row is None else slot_of_row).shape[0]
     return x.new_empty((R, x.shape[1])), x.new_empty(_hidden(o.w_in_layout, R, P, F))
 
@@ -286,7 +286,7 @@ def allocate_experts(
 ):  # fmt: skip
     """Empty results of `experts`."""
     o = Network(*options)
-    _, _, P, F = _sizes(w_in, o.w_in_layout)
+    _, _, P, F = sizes_of_w_in(w_in, o.w_in_layout)
     read = x if x_q is None else x_q
     return x.new_empty(read.shape), x.new_empty(_hidden(o.w_in_layout, slot_of_row.shape[0], P, F))
 
@@ -298,7 +298,7 @@ def experts_calls(
     """The C calls of `experts`."""
     o = Network(*options)
     out, h = results
-    R, F = slot_of_row.shape[0], _sizes(w_in, o.w_in_layout)[3]
+    R, F = slot_of_row.shape[0], sizes_of_w_in(w_in, o.w_in_layout)[3]
     operands_in, quantize_in = _quantized_operand("w_in", w_in, w_in_q, w_in_scales, o, transposed=True)
     operands_out, quantize_out = _quantized_operand("w_out", w_out, w_out_q, w_out_scales, o, transposed=True)
     fp8 = o.precision == FP8
@@ -363,7 +363,7 @@ def allocate_experts_hidden(
 ):  # fmt: skip
     """Empty results of `experts_hidden`."""
     o = Network(*options)
-    _, _, P, F = _sizes(w_in, o.w_in_layout)
+    _, _, P, F = sizes_of_w_in(w_in, o.w_in_layout)
     R, fp8 = h.shape[0], o.precision == FP8
     return (
         h.new_empty(h.shape),
@@ -424,11 +424,12 @@ experts_hidden = define(
 )
 
 
-def _allocate_experts_inputs(
+def allocate_experts_inputs(
     dh, dh_q, dh_scales, x, addend, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out,
     w_in_dtype, d_x_dtype, needs_w_in, w_in_q, w_in_scales, w_out_q, w_out_scales,
     *options,
 ):  # fmt: skip
+    """Empty results of `experts_inputs`."""
     return (
         x.new_empty((0,)) if d_x_dtype is None else x.new_empty(x.shape, dtype=d_x_dtype),
         w_in.new_empty(w_in.shape, dtype=w_in_dtype) if needs_w_in else x.new_empty((0,)),
@@ -436,14 +437,15 @@ def _allocate_experts_inputs(
     )
 
 
-def _experts_inputs(
+def experts_inputs_calls(
     results, dh, dh_q, dh_scales, x, addend, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out,
     w_in_dtype, d_x_dtype, needs_w_in, w_in_q, w_in_scales, w_out_q, w_out_scales,
     *options,
 ):  # fmt: skip
+    """The C calls of `experts_inputs`."""
     o = Network(*options)
     d_x, d_w_in, d_b_in = results
-    E, D, P, F = _sizes(w_in, o.w_in_layout)
+    E, D, P, F = sizes_of_w_in(w_in, o.w_in_layout)
     R, fp8, prepared = dh.shape[0], o.precision == FP8, []
     if d_x_dtype is not None:
         transposed = o.w_in_layout.startswith("d") or fp8
@@ -489,13 +491,17 @@ def _experts_inputs(
     return [*prepared, weight_gradients]
 
 
+#: The arguments of `experts_inputs`.
+EXPERTS_INPUTS = (
+    "(Tensor dh, Tensor dh_q, Tensor dh_scales, Tensor x, Tensor? addend, Tensor row_of_slot, "
+    "Tensor slot_of_row, Tensor group_sizes, "
+    "Tensor w_in, Tensor? b_in, Tensor w_out, ScalarType w_in_dtype, ScalarType? d_x_dtype, bool needs_w_in, "
+    f"{QUANTIZED}, {_NETWORK})"
+)
 #: The second half of the backward pass of `experts`: the gradients of x (plus `addend`, in `d_x_dtype`), w_in and b_in;
 #: [0] if not requested.
 experts_inputs = define(
-    "experts_inputs(Tensor dh, Tensor dh_q, Tensor dh_scales, Tensor x, Tensor? addend, Tensor row_of_slot, "
-    "Tensor slot_of_row, Tensor group_sizes, "
-    "Tensor w_in, Tensor? b_in, Tensor w_out, ScalarType w_in_dtype, ScalarType? d_x_dtype, bool needs_w_in, "
-    f"{QUANTIZED}, {_NETWORK}) -> (Tensor d_x, Tensor d_w_in, Tensor d_b_in)",
-    _allocate_experts_inputs,
-    _experts_inputs,
+    f"experts_inputs{EXPERTS_INPUTS} -> (Tensor d_x, Tensor d_w_in, Tensor d_b_in)",
+    allocate_experts_inputs,
+    experts_inputs_calls,
 )

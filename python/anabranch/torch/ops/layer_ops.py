@@ -82,7 +82,7 @@ def layer_numbers(
     )
 
 
-def _parts(integers: Any, numbers: Any, w_in_layout: str, w_out_layout: str) -> _Parts:
+def layer_parts(integers: Any, numbers: Any, w_in_layout: str, w_out_layout: str) -> _Parts:
     """The inverse of `layer_numbers`."""
     texts = {"w_in_layout": w_in_layout, "w_out_layout": w_out_layout}
     num_experts, align_size, qb_bins, *requested = integers[:6]
@@ -96,11 +96,12 @@ def _parts(integers: Any, numbers: Any, w_in_layout: str, w_out_layout: str) -> 
     return _Parts(num_experts, align_size, qb_bins, tuple(map(bool, requested)), read(Router), read(Network))
 
 
-def _allocate_layer(
+def allocate_layer(
     x, logits, weights, experts, expert_bias, token_mask, forced_experts, qb_bin_bounds, w_in, b_in, w_out, b_out,
     w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
-    o = _parts(*options)
+    """Empty results of `layer`."""
+    o = layer_parts(*options)
 
     def integers(*shape):
         return x.new_empty(shape, dtype=torch.int32)
@@ -124,11 +125,12 @@ def _allocate_layer(
     return output, integers(o.num_experts), integers(), *routing, h, *rows
 
 
-def _layer(
+def layer_calls(
     results, x, logits, weights, experts, expert_bias, token_mask, forced_experts, qb_bin_bounds, w_in, b_in, w_out,
     b_out, w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
-    o, calls = _parts(*options), []
+    """The C calls of `layer`."""
+    o, calls = layer_parts(*options), []
     output, tokens_per_expert, dropped, *routing, h, row_of_slot, slot_of_row, group_sizes = results
     if logits is not None:
         weights, experts, score_sum, lse, histogram = routing
@@ -148,36 +150,42 @@ def _layer(
     return [*calls, plan_call, *network_calls]
 
 
+#: The arguments of `layer`.
+LAYER = (
+    "(Tensor x, Tensor? logits, Tensor? weights, Tensor? experts, Tensor? expert_bias, Tensor? token_mask, "
+    "Tensor? forced_experts, Tensor? qb_bin_bounds, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, "
+    f"{QUANTIZED}, {_OPTIONS})"
+)
 #: The layer from logits [T, E], or from given weights and experts [T, K]; then the results of routing have no elements.
 layer = define(
-    "layer(Tensor x, Tensor? logits, Tensor? weights, Tensor? experts, Tensor? expert_bias, Tensor? token_mask, "
-    "Tensor? forced_experts, Tensor? qb_bin_bounds, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, "
-    f"{QUANTIZED}, {_OPTIONS}) -> (Tensor output, Tensor tokens_per_expert, Tensor dropped, Tensor weights, "
+    f"layer{LAYER} -> (Tensor output, Tensor tokens_per_expert, Tensor dropped, Tensor weights, "
     "Tensor experts, Tensor score_sum, Tensor lse, Tensor qb_histogram, Tensor h, Tensor row_of_slot, "
     "Tensor slot_of_row, Tensor group_sizes)",
-    _allocate_layer,
-    _layer,
+    allocate_layer,
+    layer_calls,
 )
 
 
-def _allocate_layer_hidden(
+def allocate_layer_hidden(
     d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
     logits, experts, token_mask, lse, d_score_sum, d_lse, w_out_dtype, needs_w_out,
     w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
+    """Empty results of `layer_hidden`."""
     results = allocate_experts_hidden(
         d_out, None, None, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, w_out_dtype, needs_w_out,
-        w_in_q, w_in_scales, w_out_q, w_out_scales, *_parts(*options).network,
+        w_in_q, w_in_scales, w_out_q, w_out_scales, *layer_parts(*options).network,
     )  # fmt: skip
     return *results, logits.new_empty(logits.shape)
 
 
-def _layer_hidden(
+def layer_hidden_calls(
     results, d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
     logits, experts, token_mask, lse, d_score_sum, d_lse, w_out_dtype, needs_w_out,
     w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
-    o = _parts(*options)
+    """The C calls of `layer_hidden`."""
+    o = layer_parts(*options)
     *experts_results, d_logits = results
     hidden = experts_hidden_calls(
         experts_results, d_out, None, None, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
@@ -188,13 +196,17 @@ def _layer_hidden(
     return *hidden, routing
 
 
-#: The first half of the backward pass: `experts_hidden`, and `route_backward` with its gradient of the weights.
-layer_hidden = define(
-    "layer_hidden(Tensor d_out, Tensor h, Tensor x, Tensor weights, Tensor slot_of_row, Tensor group_sizes, "
+#: The arguments of `layer_hidden`.
+LAYER_HIDDEN = (
+    "(Tensor d_out, Tensor h, Tensor x, Tensor weights, Tensor slot_of_row, Tensor group_sizes, "
     "Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, Tensor logits, Tensor experts, Tensor? token_mask, "
     f"Tensor lse, Tensor? d_score_sum, Tensor? d_lse, ScalarType w_out_dtype, bool needs_w_out, {QUANTIZED}, "
-    f"{_OPTIONS}) -> (Tensor dh, Tensor d_w_out, Tensor d_b_out, Tensor d_weights, Tensor dh_q, Tensor dh_scales, "
-    "Tensor d_logits)",
-    _allocate_layer_hidden,
-    _layer_hidden,
+    f"{_OPTIONS})"
+)
+#: The first half of the backward pass: `experts_hidden`, and `route_backward` with its gradient of the weights.
+layer_hidden = define(
+    f"layer_hidden{LAYER_HIDDEN} -> (Tensor dh, Tensor d_w_out, Tensor d_b_out, Tensor d_weights, Tensor dh_q, "
+    "Tensor dh_scales, Tensor d_logits)",
+    allocate_layer_hidden,
+    layer_hidden_calls,
 )

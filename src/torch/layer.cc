@@ -1,11 +1,13 @@
-// The whole layer's forward and backward pass as one operation each: the gate's GEMMs and the prepared calls of
+// The whole layer's forward and backward pass as one operation each: the gate's GEMMs, if there is a gate, and the calls of
 // python/anabranch/torch/ops/packed_ops.py.
 #include "torch/layer.h"
 
 #include <algorithm>
 #include <deque>
+#include <initializer_list>
 #include <mutex>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -51,6 +53,7 @@ Configs& configs() {
 struct Numbers {
   int32_t layer = operation_number("packed_layer");
   int32_t layer_hidden = operation_number("packed_layer_hidden");
+  int32_t experts_hidden = operation_number("packed_experts_hidden");
   int32_t experts_inputs = operation_number("packed_experts_inputs");
   int32_t grouped_matmul = operation_number("grouped_matmul");
   int32_t grouped_matmul_dw = operation_number("grouped_matmul_dw");
@@ -100,16 +103,13 @@ class Parameters {
   int64_t sizes_[3], operand_[4];
 };
 
-// Takes arguments off the stack by their kinds. Tensors are contiguous, except those of kind G: a GEMM reads strides.
+// Takes tensors off the stack by their kinds: T, t (optional), or g for an optional gate. Tensors are contiguous, except
+// the gate: a GEMM reads strides.
 std::vector<Tensor> take(const Value* stack, const std::string& kinds) {
   std::vector<Tensor> tensors(kinds.size());
+  for (size_t i = 0; i < kinds.size(); ++i) tensors[i] = take_tensor(stack[i], kinds[i] == 'T' ? 'T' : 't');
   for (size_t i = 0; i < kinds.size(); ++i) {
-    if (kinds[i] == 'T' || kinds[i] == 't' || kinds[i] == 'G') {
-      tensors[i] = take_tensor(stack[i], kinds[i] == 't' ? 't' : 'T');
-    }
-  }
-  for (size_t i = 0; i < kinds.size(); ++i) {
-    if (tensors[i] && kinds[i] != 'G') tensors[i] = contiguous(std::move(tensors[i]));
+    if (tensors[i] && kinds[i] != 'g') tensors[i] = contiguous(std::move(tensors[i]));
   }
   return tensors;
 }
@@ -176,19 +176,33 @@ int32_t add_config(const std::string& layer, const std::string& network, bool pa
 }
 
 void layer_forward(Value* stack, uint64_t, uint64_t) {
-  enum { X, GATE, EXPERT_BIAS, MASK, FORCED, BOUNDS, W_IN, B_IN, W_OUT, B_OUT, QUANTIZED, CONFIG = QUANTIZED + 4 };
-  std::vector<Tensor> t = take(stack, "TGttttTtTttttt");
+  enum {
+    X,
+    GATE,
+    WEIGHTS,
+    EXPERTS,
+    EXPERT_BIAS,
+    MASK,
+    FORCED,
+    BOUNDS,
+    W_IN,
+    B_IN,
+    W_OUT,
+    B_OUT,
+    QUANTIZED,
+    CONFIG = QUANTIZED + 4
+  };
+  std::vector<Tensor> t = take(stack, "TgttttttTtTttttt");
   const Config& config = configs().at(stack[CONFIG]);
   const Parameters parameters(t[W_IN], t[W_OUT], config.parts_first);
   t[W_IN] = parameters.w_in(t[W_IN]);
   t[B_IN] = parameters.b_in(t[B_IN]);
-  Tensor logits = gate_logits(t[X], parameters.gate(t[GATE]));
+  Tensor logits;
+  if (t[GATE]) logits = gate_logits(t[X], parameters.gate(t[GATE]));
   Arguments arguments;
   arguments.add(t[X]);
-  arguments.add(logits);
-  arguments.add_none();  // weights
-  arguments.add_none();  // experts
-  for (int i = EXPERT_BIAS; i < CONFIG; ++i) add(arguments, t[i]);
+  add(arguments, logits);
+  for (int i = WEIGHTS; i < CONFIG; ++i) add(arguments, t[i]);
   arguments.add_options(config.layer);
   enum { DROPPED = 2 };
   std::vector<Tensor> results = run(numbers().layer, arguments);
@@ -228,28 +242,41 @@ void layer_backward(Value* stack, uint64_t, uint64_t) {
     NEEDS_W_OUT,
     CONFIG,
   };
-  std::vector<Tensor> t = take(stack, "TttTGTTTtttTTtTTTtttt");
+  std::vector<Tensor> t = take(stack, "TtttgTTTtttTttTtTtttt");
   const Config& config = configs().at(stack[CONFIG]);
   const Parameters parameters(t[W_IN], t[W_OUT], config.parts_first);
   t[W_IN] = parameters.w_in(t[W_IN]);
   t[B_IN] = parameters.b_in(t[B_IN]);
+  const bool routes = static_cast<bool>(t[GATE]);
+  const auto add_all = [&t](Arguments& arguments, std::initializer_list<int> indices) {
+    for (int i : indices) add(arguments, t[i]);
+  };
   Arguments arguments;
-  for (int i : {D_OUTPUT, H, X, WEIGHTS, MAPS, W_IN, B_IN, W_OUT, B_OUT, LOGITS, EXPERTS, MASK, LSE, D_SCORE_SUM,
-                D_LSE}) {
-    add(arguments, t[i]);
+  arguments.add(t[D_OUTPUT]);
+  if (!routes) {
+    arguments.add_none();  // d_output, quantised
+    arguments.add_none();  // its scales
   }
+  add_all(arguments, {H, X, WEIGHTS, MAPS, W_IN, B_IN, W_OUT, B_OUT});
+  if (routes) add_all(arguments, {LOGITS, EXPERTS, MASK, LSE, D_SCORE_SUM, D_LSE});
   arguments.add_option(static_cast<int8_t>(stack[W_OUT_DTYPE]));
   arguments.add_option(static_cast<int8_t>(stack[NEEDS_W_OUT] & 1));
-  for (int i = 0; i < 4; ++i) add(arguments, t[QUANTIZED + i]);
-  arguments.add_options(config.layer);
-  enum { DH, D_W_OUT, D_B_OUT, DH_Q, DH_SCALES, D_LOGITS };
-  std::vector<Tensor> hidden = run(numbers().layer_hidden, arguments);
-  auto [addend, d_gate] = gate_backward(t[TOKENS], parameters.gate(t[GATE]), hidden[D_LOGITS]);
+  add_all(arguments, {QUANTIZED, QUANTIZED + 1, QUANTIZED + 2, QUANTIZED + 3});
+  arguments.add_options(routes ? config.layer : config.network);
+  // The results of packed_layer_hidden, and of packed_experts_hidden.
+  std::vector<Tensor> hidden = run(routes ? numbers().layer_hidden : numbers().experts_hidden, arguments);
+  Tensor dh = std::move(hidden[0]), d_w_out = std::move(hidden[1]), d_b_out = std::move(hidden[2]);
+  Tensor dh_q = std::move(hidden[routes ? 3 : 4]), dh_scales = std::move(hidden[routes ? 4 : 5]);
+  Tensor addend, d_gate, d_weights;
+  if (routes) {
+    std::tie(addend, d_gate) = gate_backward(t[TOKENS], parameters.gate(t[GATE]), hidden[5]);
+    d_gate = parameters.d_gate(to_dtype(d_gate, t[GATE].dtype()));
+  } else {
+    d_weights = std::move(hidden[3]);
+  }
   arguments = Arguments();
-  for (int i : {DH, DH_Q, DH_SCALES}) add(arguments, hidden[i]);
-  arguments.add(t[X]);
-  arguments.add(addend);
-  for (int i : {MAPS, W_IN, B_IN, W_OUT}) add(arguments, t[i]);
+  for (const Tensor* tensor : {&dh, &dh_q, &dh_scales, &t[X], &addend}) add(arguments, *tensor);
+  add_all(arguments, {MAPS, W_IN, B_IN, W_OUT});
   arguments.add_option(static_cast<int8_t>(stack[W_IN_DTYPE]));
   if (stack[D_X_DTYPE] == 0) {
     arguments.add_none();
@@ -257,15 +284,14 @@ void layer_backward(Value* stack, uint64_t, uint64_t) {
     arguments.add_option(static_cast<int8_t>(unwrap(stack[D_X_DTYPE])));
   }
   arguments.add_option(static_cast<int8_t>(stack[NEEDS_W_IN] & 1));
-  for (int i = 0; i < 4; ++i) add(arguments, t[QUANTIZED + i]);
+  add_all(arguments, {QUANTIZED, QUANTIZED + 1, QUANTIZED + 2, QUANTIZED + 3});
   arguments.add_options(config.network);
   std::vector<Tensor> inputs = run(numbers().experts_inputs, arguments);
-  inputs[1] = parameters.d_w_in(std::move(inputs[1]));
-  inputs[2] = parameters.d_b_in(std::move(inputs[2]));
-  d_gate = parameters.d_gate(to_dtype(d_gate, t[GATE].dtype()));
-  Tensor* results[] = {&inputs[0], &inputs[1], &inputs[2], &hidden[D_W_OUT], &hidden[D_B_OUT], &d_gate};
+  Tensor d_w_in = parameters.d_w_in(std::move(inputs[1])), d_b_in = parameters.d_b_in(std::move(inputs[2]));
   int i = 0;
-  for (Tensor* result : results) stack[i++] = result->release_value();
+  for (Tensor* result : {&inputs[0], &d_w_in, &d_b_in, &d_w_out, &d_b_out, &d_gate, &d_weights}) {
+    stack[i++] = result->release_value();
+  }
 }
 
 }  // namespace anabranch::torch

@@ -100,6 +100,24 @@ def module_step(weights_too=False, dtype=torch.float32, mode=contextlib.nullcont
     return [result.output, result.aux_loss, x.grad, *(p.grad for p in layer.parameters())]
 
 
+def routed_step(frozen=(), dtype=torch.float32, **options):
+    """Results and gradients of one step of `routed_experts`, with an index that is no expert."""
+    x, _, w_in, w_out = operands(dtype=dtype)
+    experts, generator = torch.arange(T * K).view(T, K) % (E + 1), torch.Generator("cpu").manual_seed(5)
+    given = [x, random((T, K), generator, dtype), w_in, w_out]
+    leaves = [a.requires_grad_() for i, a in enumerate(given) if i not in frozen]
+    result = ab.routed_experts(x, experts, *given[1:], **options)
+    result.output.backward(random(result.output.shape, generator, dtype))
+    return [*result, *(leaf.grad for leaf in leaves)]
+
+
+ROUTED = {
+    "plain": {},
+    "bfloat16": dict(dtype=torch.bfloat16),
+    "biases": dict(b_in=torch.full((E, 2, F), 0.1), b_out=torch.full((E, D), 0.2)),
+    "weights alone": dict(frozen=(0, 2, 3)),
+    "frozen experts": dict(frozen=(2, 3)),
+}
 MODULES = {
     "plain": {},
     "bfloat16": dict(dtype=torch.bfloat16),
@@ -128,7 +146,9 @@ def digests():
 
     found = {name: digest(step(**case)) for name, case in CASES.items()}
     found |= {f"module: {name}": digest(module_step(**case)) for name, case in MODULES.items()}
+    found |= {f"routed: {name}": digest(routed_step(**on_default_device(case))) for name, case in ROUTED.items()}
     found |= {f"plain, {n} tokens": digest(step(n)) for n in (1, 31, 12)}
+    torch.use_deterministic_algorithms(True, warn_only=True)  # fills memory that is allocated, such as unused rows of h
     for i, (operation, arguments) in enumerate(SAMPLES):
         try:
             results = native.call(operation, *on_default_device(arguments))
@@ -136,6 +156,7 @@ def digests():
             found[f"{i} {operation}"] = str(error)
             continue
         found[f"{i} {operation}"] = digest(results if isinstance(results, list | tuple) else [results])
+    torch.use_deterministic_algorithms(False)
     return found
 
 
@@ -292,7 +313,7 @@ def test_a_derivative_past_the_autograd_function_raises():
         RouterOptions(K), ExpertsConfig(as_activation("silu", 2), topk=K), E, 0
     )
     none = (None,) * 4
-    arguments = (x.requires_grad_(), gate, *none, w_in, None, w_out, None, *none, config.number)
+    arguments = (x.requires_grad_(), gate, None, None, *none, w_in, None, w_out, None, *none, config.number)
     output = torch.ops.anabranch.layer_forward(*arguments)[0]
     with pytest.raises(RuntimeError, match=r"layer_forward\.default: got a request for its derivative"):
         output.sum().backward()

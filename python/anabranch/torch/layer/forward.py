@@ -152,7 +152,8 @@ class _EagerLayer(Function):
         needs = dict(zip(names, ctx.needs_input_grad[4:], strict=True))
         config, saved, cotangents = ctx.config, ctx.saved_tensors, (d_output, d_weights, d_score_sum, d_lse)
         device = saved[0].device
-        if ctx.is_native and d_weights is None and (needs["x"] or needs["gate"]) and is_plain_eager(device, cotangents):
+        has_logits_gradient = d_weights is None and (needs["x"] or needs["gate"])
+        if ctx.is_native and (config.router is None or has_logits_gradient) and is_plain_eager(device, cotangents):
             d_sums = requested_cotangents(config, d_score_sum, d_lse)
             gradients = native_passes.backward(config, needs, *_split(saved), d_output, d_sums)
         else:
@@ -187,7 +188,7 @@ def _eager_layer(config: LayerConfig, operands: Operands) -> LayerOutput:
     """`fused_layer` in the plain eager case."""
     o, is_native = operands, native_passes.applies(config, operands)
     given: tuple[Tensor | None, ...] = (o.x, o.w_in, o.w_out, o.b_in, o.b_out, o.gate)
-    if not is_native:
+    if not is_native or config.router is None:
         given = (*given, o.gate_bias, o.weights, o.logits, o.port)
     if not needs_graph(given):
         return _eager_forward(config, operands, is_native)

@@ -4,7 +4,6 @@
 the sums that it returns.
 """
 
-import functools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
@@ -23,6 +22,7 @@ from anabranch.torch.layer.operands import (
     LayerConfig,
     LayerOutput,
     Operands,
+    cached_options,
     layer_config,
     quantized_fields,
     view_parameters,
@@ -181,7 +181,7 @@ def moe(
     check_names("moe", LAYER_NAMES, options)
     x = as_autocast(x)
     return run_layer(
-        layer_options(topk=topk, qb_bins=qb_bins, **options),
+        cached_options(LayerOptions, topk=topk, qb_bins=qb_bins, **options),
         LayerTensors(
             x, w_in, w_out, match_autocast(x, b_in), match_autocast(x, b_out), gate, gate_bias, expert_bias, token_mask,
             forced_experts,
@@ -194,19 +194,6 @@ def moe(
         quantized=quantized,
         qb_bin_bounds=qb_bin_bounds,
     )  # fmt: skip
-
-
-_cached_options = functools.lru_cache(maxsize=256, typed=True)(LayerOptions)
-
-
-def layer_options(**options: Any) -> LayerOptions:
-    """A LayerOptions; the same object for the same options, if they are hashable."""
-    if torch.compiler.is_compiling():
-        return LayerOptions(**options)
-    try:
-        return _cached_options(**options)
-    except TypeError:
-        return LayerOptions(**options)
 
 
 class LayerTensors(NamedTuple):

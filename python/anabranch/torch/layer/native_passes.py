@@ -22,18 +22,19 @@ from anabranch.torch.ops.quantized import forward_operands
 
 if native is not None:
     _ops.define(
-        "layer_forward(Tensor x, Tensor gate, Tensor? expert_bias, Tensor? token_mask, Tensor? forced_experts, "
-        f"Tensor? qb_bin_bounds, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, {QUANTIZED}, int config) -> "
+        "layer_forward(Tensor x, Tensor? gate, Tensor? weights, Tensor? experts, Tensor? expert_bias, "
+        "Tensor? token_mask, Tensor? forced_experts, Tensor? qb_bin_bounds, Tensor w_in, Tensor? b_in, Tensor w_out, "
+        f"Tensor? b_out, {QUANTIZED}, int config) -> "
         "(Tensor output, Tensor tokens_per_expert, Tensor dropped, Tensor weights, Tensor experts, Tensor score_sum, "
         "Tensor lse, Tensor qb_histogram, Tensor h, Tensor maps, Tensor logits, Tensor dropped_by_source, Tensor zero)"
     )
     _ops.define(
-        "layer_backward(Tensor d_output, Tensor? d_score_sum, Tensor? d_lse, Tensor tokens, Tensor gate, Tensor x, "
-        "Tensor w_in, Tensor w_out, Tensor? b_in, Tensor? b_out, Tensor? token_mask, Tensor weights, Tensor experts, "
-        f"Tensor? lse, Tensor h, Tensor logits, Tensor maps, {QUANTIZED}, ScalarType w_in_dtype, "
+        "layer_backward(Tensor d_output, Tensor? d_score_sum, Tensor? d_lse, Tensor? tokens, Tensor? gate, Tensor x, "
+        "Tensor w_in, Tensor w_out, Tensor? b_in, Tensor? b_out, Tensor? token_mask, Tensor weights, Tensor? experts, "
+        f"Tensor? lse, Tensor h, Tensor? logits, Tensor maps, {QUANTIZED}, ScalarType w_in_dtype, "
         "ScalarType w_out_dtype, ScalarType? d_x_dtype, bool needs_w_in, "
         "bool needs_w_out, int config) -> (Tensor d_x, Tensor d_w_in, Tensor d_b_in, Tensor d_w_out, Tensor d_b_out, "
-        "Tensor d_gate)"
+        "Tensor d_gate, Tensor d_weights)"
     )
     add_packed_operations(native)
     native.register_layer()
@@ -53,21 +54,16 @@ def _multiplies_natively(x: Tensor, gate: Tensor) -> bool:
 
 def applies(config: LayerConfig, o: Operands) -> bool:
     """Whether the native operations compute the layer for these operands, in the plain eager case."""
-    return (
-        config.number >= 0
-        and config.router is not None
-        and o.gate is not None
-        and o.gate_bias is None
-        and o.port is None
-        and _multiplies_natively(o.x, o.gate)
-    )
+    if config.number < 0 or config.router is None:
+        return config.number >= 0
+    return o.gate is not None and o.gate_bias is None and o.port is None and _multiplies_natively(o.x, o.gate)
 
 
 def forward(config: LayerConfig, o: Operands) -> LayerOutput:
     """The results of the layer."""
     dtype = o.x.dtype
     results = _layer_forward(
-        o.x, o.gate, o.expert_bias, o.token_mask, o.forced_experts, o.qb_bin_bounds,
+        o.x, o.gate, o.weights, o.experts, o.expert_bias, o.token_mask, o.forced_experts, o.qb_bin_bounds,
         cast_weight(config.network, o.w_in, dtype), o.b_in, cast_weight(config.network, o.w_out, dtype), o.b_out,
         *((None,) * 4 if o.quantized_w_in_transposed is None else forward_operands(o.quantized())), config.number,
     )  # fmt: skip
@@ -89,10 +85,10 @@ def backward(
     d_output: Tensor | None,
     d_sums: Sequence[Tensor | None],
 ) -> dict[str, Tensor | None]:
-    """Gradients by operand name, for a layer whose weights have no cotangent. saved: see `forward._Saved`."""
+    """Gradients by operand name, for a router whose weights have no cotangent. saved: see `forward._Saved`."""
     s, mask, x = saved, saved.token_mask, saved.x
     tokens = x if mask is None else torch.where(mask[:, None], x, 0)  # 0 * NaN would be NaN
-    d_x, d_w_in, d_b_in, d_w_out, d_b_out, d_gate = _layer_backward(
+    d_x, d_w_in, d_b_in, d_w_out, d_b_out, d_gate, d_weights = _layer_backward(
         torch.zeros_like(x) if d_output is None else d_output, *d_sums, tokens, s.gate, x,
         cast_weight(config.network, s.w_in, x.dtype), cast_weight(config.network, s.w_out, x.dtype), s.b_in, s.b_out,
         mask, s.weights, s.experts, s.lse, s.h, s.logits, s.maps, *quantized,
@@ -101,6 +97,7 @@ def backward(
     return {
         "x": d_x,
         "gate": d_gate,
+        "weights": d_weights,
         "w_in": d_w_in,
         "b_in": d_b_in,
         "w_out": d_w_out,

@@ -32,6 +32,21 @@ class LayerConfig(NamedTuple):
     """The number of the options for native operations; -1: none."""
 
 
+@functools.lru_cache(maxsize=256, typed=True)
+def _cached_options(kind: Any, **options: Any) -> Any:
+    return kind(**options)
+
+
+def cached_options(kind: Any, **options: Any) -> Any:
+    """Options of a kind, such as LayerOptions; the same object for the same options, if they are hashable."""
+    if torch.compiler.is_compiling():
+        return kind(**options)
+    try:
+        return _cached_options(kind, **options)
+    except TypeError:
+        return kind(**options)
+
+
 _LETTERS = {int: "i", float: "f", bool: "b", str: "s"}
 _NETWORK_LETTERS = [_LETTERS[kind] for kind in typing.get_type_hints(Network).values()]
 

@@ -14,7 +14,7 @@ from anabranch.torch.binding.autocast import as_autocast, match_autocast
 from anabranch.torch.layer.forward import fused_layer
 from anabranch.torch.layer.moe import flat, unflat
 from anabranch.torch.layer.on_group import GroupConfig, group_layer
-from anabranch.torch.layer.operands import LayerConfig, Operands, layer_config, quantized_fields
+from anabranch.torch.layer.operands import LayerConfig, Operands, cached_options, layer_config, quantized_fields
 from anabranch.torch.ops.experts import check_experts
 from anabranch.torch.ops.quantized import QuantizedExperts, check_current, check_fp8_operands
 from anabranch.torch.parallel.parallel import check_parallel, place, sum_counts
@@ -97,17 +97,15 @@ def routed_experts(
     """
     x = as_autocast(x)
     b_in, b_out = match_autocast(x, b_in), match_autocast(x, b_out)
-    tensors = dict(x=x, w_in=w_in, w_out=w_out, b_in=b_in, b_out=b_out, experts=experts, weights=weights)
-    tensors |= quantized_fields(quantized)
     check_names("routed_experts", ROUTED_NAMES, options)
-    given = RoutedOptions(**options)
+    given = cached_options(RoutedOptions, **options)
     parallel = check_parallel(group, transport, capacity_factor, fp8_exchange, precision_number(given.precision))
     ranks = 1 if parallel is None else parallel.ranks
     config: LayerConfig = _check_cache.check(
         (x, experts, weights),
         (w_in, w_out, b_in, b_out, *quantized_fields(quantized).values()),
         (ranks, type(quantized)),
-        lambda: _checked(given, ranks, tensors, quantized),
+        lambda: _checked(given, ranks, (x, w_in, w_out, b_in, b_out, experts, weights), quantized),
         given,
     )
     check_current(quantized, w_in, w_out)
@@ -135,10 +133,9 @@ def routed_experts(
     return RoutedExpertsOutput(unflat(own.output, leading), counts, by_source.sum(dtype=torch.int32))
 
 
-def _checked(options: RoutedOptions, ranks: int, tensors: dict[str, Any], quantized: Any) -> LayerConfig:
+def _checked(options: RoutedOptions, ranks: int, tensors: tuple[Any, ...], quantized: Any) -> LayerConfig:
     """Checks tensors and options of `routed_experts`; x and biases are already rounded for autocast."""
-    names = ("x", "w_in", "w_out", "b_in", "b_out", "experts", "weights")
-    x, w_in, w_out, b_in, b_out, experts, weights = (tensors[name] for name in names)
+    x, w_in, w_out, b_in, b_out, experts, weights = tensors
     x = check.tensor("x", x, check.FLOATS, (..., "D"))
     *leading, _ = x.shape
     layouts = options.layouts()

@@ -412,13 +412,17 @@ def experts_hidden_calls(
     return *quantize_out, hidden
 
 
+#: The arguments of `experts_hidden`.
+EXPERTS_HIDDEN = (
+    "(Tensor d_out, Tensor? d_out_q, Tensor? d_out_scales, Tensor h, Tensor x, Tensor weights, "
+    "Tensor slot_of_row, Tensor group_sizes, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, "
+    f"ScalarType w_out_dtype, bool needs_w_out, {QUANTIZED}, {_NETWORK})"
+)
 #: The first half of the backward pass of `experts`: dh, and the gradients of w_out, b_out, weights; [0] if not
 #: requested. With FP8 also dh quantised, with its scales. d_out may be given quantised in addition.
 experts_hidden = define(
-    "experts_hidden(Tensor d_out, Tensor? d_out_q, Tensor? d_out_scales, Tensor h, Tensor x, Tensor weights, "
-    "Tensor slot_of_row, Tensor group_sizes, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, "
-    f"ScalarType w_out_dtype, bool needs_w_out, {QUANTIZED}, {_NETWORK}) -> (Tensor dh, Tensor d_w_out, "
-    "Tensor d_b_out, Tensor d_weights, Tensor dh_q, Tensor dh_scales)",
+    f"experts_hidden{EXPERTS_HIDDEN} -> (Tensor dh, Tensor d_w_out, Tensor d_b_out, Tensor d_weights, Tensor dh_q, "
+    "Tensor dh_scales)",
     allocate_experts_hidden,
     experts_hidden_calls,
 )

@@ -11,7 +11,15 @@ import torch
 from anabranch.options import Network
 from anabranch.torch.binding.described import Described
 from anabranch.torch.binding.native import Native
-from anabranch.torch.ops.experts_ops import EXPERTS_INPUTS, allocate_experts_inputs, experts_inputs_calls, sizes_of_w_in
+from anabranch.torch.ops.experts_ops import (
+    EXPERTS_HIDDEN,
+    EXPERTS_INPUTS,
+    allocate_experts_hidden,
+    allocate_experts_inputs,
+    experts_hidden_calls,
+    experts_inputs_calls,
+    sizes_of_w_in,
+)
 from anabranch.torch.ops.layer_ops import (
     LAYER,
     LAYER_HIDDEN,
@@ -85,6 +93,23 @@ def _layer_hidden(results, *arguments):
     return layer_hidden_calls([dh, d_w_out, d_b_out, d_weights, *others], *hidden)
 
 
+def _experts_hidden_arguments(d_out, d_out_q, d_out_scales, h, x, weights, maps, w_in, b_in, w_out, b_out, *others):
+    """The arguments of `experts_hidden`."""
+    network = Network(*others[6:])
+    E = sizes_of_w_in(w_in, network.w_in_layout)[0]
+    _, slot_of_row, group_sizes = _described_maps(maps, *weights.shape, h.shape[0], E)
+    rows = (slot_of_row, group_sizes)
+    return d_out, d_out_q, d_out_scales, h, x, weights, *rows, w_in, b_in, w_out, b_out, *others
+
+
+def _allocate_experts_hidden(*arguments):
+    return _requested(allocate_experts_hidden(*_experts_hidden_arguments(*arguments)))
+
+
+def _experts_hidden(results, *arguments):
+    return experts_hidden_calls(results, *_experts_hidden_arguments(*arguments))
+
+
 def _inputs_arguments(
     dh, dh_q, dh_scales, x, addend, maps, w_in, b_in, w_out, w_in_dtype, d_x_dtype, needs_w_in, *rest
 ):
@@ -109,8 +134,11 @@ def add_packed_operations(native: Native) -> None:
     """Adds the operations to the native library. They are no operations of torch."""
     maps = "Tensor maps"
     native.add_internal("packed_layer", LAYER, _allocate_layer, _layer)
-    hidden = LAYER_HIDDEN.replace("Tensor slot_of_row, Tensor group_sizes", maps).replace("Tensor lse", "Tensor? lse")
+    rows = "Tensor slot_of_row, Tensor group_sizes"
+    hidden = LAYER_HIDDEN.replace(rows, maps).replace("Tensor lse", "Tensor? lse")
     native.add_internal("packed_layer_hidden", hidden, _allocate_layer_hidden, _layer_hidden)
-    inputs = EXPERTS_INPUTS.replace("Tensor row_of_slot, Tensor slot_of_row, Tensor group_sizes", maps)
+    hidden = EXPERTS_HIDDEN.replace(rows, maps)
+    native.add_internal("packed_experts_hidden", hidden, _allocate_experts_hidden, _experts_hidden)
+    inputs = EXPERTS_INPUTS.replace(f"Tensor row_of_slot, {rows}", maps)
     inputs = inputs.replace("Tensor dh_q, Tensor dh_scales", "Tensor? dh_q, Tensor? dh_scales")
     native.add_internal("packed_experts_inputs", inputs, _allocate_experts_inputs, _experts_inputs)

@@ -1,5 +1,5 @@
-// The whole layer's forward and backward pass as one operation each: the gate's GEMMs, if there is a gate, and the calls of
-// python/anabranch/torch/ops/packed_ops.py.
+// The whole layer's forward and backward pass as one operation each: the gate's GEMMs, if there is a gate, and the
+// calls of python/anabranch/torch/ops/packed_ops.py.
 #include "torch/layer.h"
 
 #include <algorithm>
@@ -103,8 +103,8 @@ class Parameters {
   int64_t sizes_[3], operand_[4];
 };
 
-// Takes tensors off the stack by their kinds: T, t (optional), or g for an optional gate. Tensors are contiguous, except
-// the gate: a GEMM reads strides.
+// Takes tensors off the stack by their kinds: T, t (optional), or g for an optional gate. Tensors are contiguous,
+// except the gate: a GEMM reads strides.
 std::vector<Tensor> take(const Value* stack, const std::string& kinds) {
   std::vector<Tensor> tensors(kinds.size());
   for (size_t i = 0; i < kinds.size(); ++i) tensors[i] = take_tensor(stack[i], kinds[i] == 'T' ? 'T' : 't');

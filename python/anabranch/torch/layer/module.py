@@ -418,17 +418,17 @@ class MoE(OnRanks):
     def _parameter_tensors(self, x: Tensor, given: dict[str, Tensor | None]) -> LayerTensors | None:
         """The arguments of `run_layer` with the parameters themselves, which costs the least host time.
 
-        None: the layer has a group, a gate that must be called, or parametrized experts; this is not the plain eager
-        case; or parameters have another dtype than x.
+        None: the layer has a group or a gate that must be called; this is not the plain eager case; or parameters have
+        another dtype than x, or another shape than the constructor gave them.
 
         Args:
           given: further fields of a LayerTensors.
         """
-        gate, parameters = self.gate, self._parameters
-        up, down = parameters.get(self.up_name), parameters.get("down_proj")
-        if self.group is not None or up is None or down is None or not is_plain(gate):
+        gate = self.gate
+        if self.group is not None or not is_plain(gate):
             return None
         assert isinstance(gate, Gate)
+        up, down = getattr(self, self.up_name), self.down_proj
         up_bias, down_bias = getattr(self, self.up_bias_name), self.down_proj_bias
         tensors = LayerTensors(x, up, down, up_bias, down_bias, gate.weight, gate.bias, **given)
         if not is_plain_eager(x.device, tensors):

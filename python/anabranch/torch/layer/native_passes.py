@@ -68,7 +68,8 @@ def forward(config: LayerConfig, o: Operands) -> LayerOutput:
         *((None,) * 4 if o.quantized_w_in_transposed is None else forward_operands(o.quantized())), config.number,
     )  # fmt: skip
     *of_caller, h, maps, logits, dropped_by_source, zero = results
-    return LayerOutput._make((*of_caller, h, None, None, None, logits, maps, dropped_by_source, zero))
+    saved = (h, None, None, None, logits, maps)
+    return LayerOutput(*(*of_caller, *saved, dropped_by_source, zero))
 
 
 def unpacked_maps(config: LayerConfig, maps: Tensor, experts: Tensor, h: Tensor) -> tuple[Tensor, ...]:

@@ -64,6 +64,13 @@ const Numbers& numbers() {
   return numbers;
 }
 
+void check_rank(const char* name, const Tensor& tensor, int64_t rank) {
+  if (tensor && tensor.rank() != rank) {
+    fail(AB_INVALID_ARGUMENT, std::string(name) + ": got a tensor of rank " + std::to_string(tensor.rank()) +
+                                  ", expected " + std::to_string(rank));
+  }
+}
+
 // Adds a tensor to the arguments, or says that it is not given.
 void add(Arguments& arguments, const Tensor& tensor) {
   if (tensor) {
@@ -193,6 +200,9 @@ void layer_forward(Value* stack, uint64_t, uint64_t) {
     CONFIG = QUANTIZED + 4
   };
   std::vector<Tensor> t = take(stack, "TgttttttTtTttttt");
+  check_rank("x", t[X], 2);
+  check_rank("gate", t[GATE], 2);
+  check_rank("w_out", t[W_OUT], 3);
   const Config& config = configs().at(stack[CONFIG]);
   const Parameters parameters(t[W_IN], t[W_OUT], config.parts_first);
   t[W_IN] = parameters.w_in(t[W_IN]);
@@ -243,6 +253,9 @@ void layer_backward(Value* stack, uint64_t, uint64_t) {
     CONFIG,
   };
   std::vector<Tensor> t = take(stack, "TtttgTTTtttTttTtTtttt");
+  check_rank("tokens", t[TOKENS], 2);
+  check_rank("gate", t[GATE], 2);
+  check_rank("w_out", t[W_OUT], 3);
   const Config& config = configs().at(stack[CONFIG]);
   const Parameters parameters(t[W_IN], t[W_OUT], config.parts_first);
   t[W_IN] = parameters.w_in(t[W_IN]);

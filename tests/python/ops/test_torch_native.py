@@ -200,6 +200,30 @@ def test_errors_are_those_of_calls_through_ctypes(mode):
             native.call(torch_ops.plan, ids, 2, 5, 2, 1)  # the status of a C function
 
 
+def test_ranks_of_the_layer():
+    x, gate, w_in, w_out = operands()
+    config = importlib.import_module("anabranch.torch.layer.operands").layer_config(
+        RouterOptions(K), ExpertsConfig(as_activation("silu", 2), topk=K), E, 0
+    )
+    for name, at in (("x", 0), ("gate", 1), ("w_out", 10)):
+        arguments = [x, gate, *[None] * 6, w_in, None, w_out, *[None] * 5, config.number]
+        arguments[at] = arguments[at][0]
+        rank = arguments[at].dim()
+        with pytest.raises(ValueError, match=f"^{name}: got a tensor of rank {rank}, expected {rank + 1}$"):
+            native.call(torch.ops.anabranch.layer_forward, *arguments)
+
+
+def test_parameters_of_a_module_are_no_operands():
+    """A module's call is checked for parameters; the same tensors are no arguments of `moe`."""
+    layer = ab.MoE(D, F, E, K)
+    x = operands()[0]
+    layer(x)
+    options = vars(layer.options)
+    layouts = {name: options[name] for name in ("w_in_layout", "w_out_layout")}
+    with pytest.raises(ValueError, match="w_in: got"):
+        ab.moe(x, layer.gate.weight, layer.gate_up_proj, layer.down_proj, topk=K, **layouts)
+
+
 class _Plan(autograd.Function):
     @staticmethod
     def forward(experts):

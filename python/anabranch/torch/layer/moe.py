@@ -254,7 +254,7 @@ def run_layer(
     config, router, coefficients = _check_cache.check(
         (x, token_mask, forced_experts, logits, port),
         matrices if quantized is None else (*matrices, *quantized_fields(quantized).values()),
-        (ranks, has_loss_group, type(quantized)),
+        (ranks, has_loss_group, type(quantized), are_parameters),
         lambda: _checked(
             options,
             ranks,

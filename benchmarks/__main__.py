@@ -26,6 +26,7 @@ OPERATIONS = {
     "layer": "layer",
     "torch": "torch_modes",
     "decode": "decode",
+    "host": "host",
     "mesh": "mesh",
 }
 #: The operations that run if none is given, each in its own process.

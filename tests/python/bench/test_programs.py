@@ -35,6 +35,7 @@ RUNS = {
         ["forward ms", "both share"],
     ),
     "layer": (["--shape", TINY, *FLOAT32, "--by", "c", "--by", "jax"], ["both ms", "both GFLOP/s"]),
+    "host": (["--shape", TINY, *FLOAT32], ["forward", "no_grad", "both", "median both, one thread"]),
     "decode": (["--shape", TINY, "--tokens", "3", *FLOAT32], ["layer", "x floor", "experts"]),
 }
 
@@ -134,6 +135,7 @@ def test_help_has_the_operations_own_options_alone(operation, capsys):
         "layer": {"--shape", "--tokens", "--routing", "--by", "--beside"},
         "torch": {"--shape", "--tokens", "--by"},
         "decode": {"--shape", "--tokens"},
+        "host": {"--shape", "--tokens"},
         "mesh": {"--shape", "--tokens", "--by", "--transport"},
     }[operation]
     assert said - {"--device", "--dtype", "--quick", "--json", "--busy"} == own
@@ -283,6 +285,7 @@ ON_GPU = {
     "layer": ["--shape", "2048,256,128,16,2", "--routing", "uniform", "--routing", "zipf"],
     "torch": ["--shape", "2048,256,128,16,2"],
     "decode": ["--shape", "1,256,128,16,2", "--tokens", "4"],
+    "host": [],
 }
 
 

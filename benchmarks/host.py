@@ -12,8 +12,8 @@ from benchmarks.shapes import LayerShape
 CAPTION = """microseconds per call until it returns, best (median) of the series of calls. both: forward and backward,
 with gradients of x and all weights; one thread: the backward pass on the calling thread, see
 torch.autograd.set_multithreading_enabled; no_grad: forward without gradients. floor: an autograd function that does
-nothing, with the same gradients as moe. On a GPU, a series is short enough that the queue never fills: its GPU time
-does not matter unless the layer is large. On the CPU: CPU time of one thread, computation included"""
+nothing, with the same gradients as moe. On a GPU, the launches of a series fit the queue, so the GPU time of a small
+layer does not count. On the CPU: CPU time of one thread, with the computation"""
 
 DTYPES = {"cpu": ("float32",), "cuda": ("bfloat16",)}
 DEFAULT = LayerShape(64, 64, 64, 8, 2)
@@ -50,6 +50,7 @@ def _layers(shape: LayerShape, dtype: str, device: str) -> dict[str, tuple[Calla
 
 
 def _calls(forward: Callable[[], Any], leaves: list[Any]) -> dict[str, Callable[[], Any]]:
+    """The timed calls by column. leaves: the tensors that get a gradient; the first has the shape of the output."""
     import torch
 
     cotangent = torch.randn_like(leaves[0])

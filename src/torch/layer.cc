@@ -20,8 +20,8 @@ namespace {
 
 // The options of a layer as the keys of operations contain them.
 struct Config {
-  std::string layer;    // of layer and layer_hidden
-  std::string network;  // of experts_inputs
+  std::string layer;    // of packed_layer and packed_layer_hidden
+  std::string network;  // of packed_experts_hidden and packed_experts_inputs
   bool parts_first;     // see Parameters
 };
 
@@ -80,14 +80,18 @@ void add(Arguments& arguments, const Tensor& tensor) {
   }
 }
 
-// A module passes its parameters instead of operands: w_in [E, P F, D] and b_in [E, P F], with the P rows of a feature
-// next to each other unless parts_first, and gate [E, D].
+// The operands, or instead of them the parameters of a module, which are recognised by the rank of w_in: w_in
+// [E, P F, D], b_in [E, P F] and gate [E, D]. The P rows of a feature are neighbours unless parts_first.
 class Parameters {
  public:
   Parameters(const Tensor& w_in, const Tensor& w_out, bool parts_first) : are_given_(w_in.rank() == 3) {
     if (!are_given_) return;
     std::copy_n(w_in.sizes(), 3, sizes_);
     const int64_t F = w_out.sizes()[2], P = F == 0 ? 1 : sizes_[1] / F;
+    if (P * F != sizes_[1]) {
+      fail(AB_INVALID_ARGUMENT, "w_in: got " + std::to_string(sizes_[1]) + " rows, expected a multiple of " +
+                                    std::to_string(F) + ", the last axis of w_out");
+    }
     const int64_t operand[] = {sizes_[0], parts_first ? P : F, parts_first ? F : P, sizes_[2]};
     std::copy_n(operand, 4, operand_);
   }
@@ -96,7 +100,12 @@ class Parameters {
   Tensor w_in(const Tensor& tensor) const { return are_given_ ? viewed(tensor, 4, operand_) : tensor.share(); }
   Tensor b_in(const Tensor& tensor) const {
     if (!tensor) return Tensor();
-    return are_given_ ? viewed(tensor, 3, operand_) : tensor.share();
+    if (!are_given_) return tensor.share();
+    check_rank("b_in", tensor, 2);
+    if (tensor.sizes()[0] != sizes_[0] || tensor.sizes()[1] != sizes_[1]) {
+      fail(AB_INVALID_ARGUMENT, "b_in: got another shape than the first two axes of w_in, expected the same");
+    }
+    return viewed(tensor, 3, operand_);
   }
   Tensor gate(const Tensor& tensor) const { return are_given_ ? transposed(tensor) : tensor.share(); }
 

@@ -3,14 +3,14 @@
 //
 //   axis                                     time without it
 //   Mode: with and without a bias            calls without a bias take 1.2 to 2 times as long
-//   width: 1 lane of 8 and of 16 experts     1.7 to 2.9 times as long at E = 8 and 16
-//   width: 2 lanes of 32 experts             1.3 to 2.1 times as long at E = 64
+//   width: 1 lane of 8 and of 16 experts     1.5 to 2.9 times as long at E = 8 and 16
+//   width: 2 lanes of 32 experts             1.2 to 2.1 times as long at E = 64
 //   width: 8 lanes of 48 experts             39 to 54% longer at E = 384
-//   list: 4                                  8 to 36% longer at K = 2 and 4
+//   list: 4                                  5 to 36% longer at K = 2 and 4
 //   list: 16                                 24 to 51% longer at K = 10 and 16
 //   list: 32                                 1.1 to 2.5 times as long at E = 256 and 512
 //   list: 64                                 1.2 to 1.6 times as long at E = 512
-//   grouped kernels                          4 to 11 times as long at E = 256 and 512
+//   grouped kernels                          3.7 to 11 times as long at E = 256 and 512
 //   kernels for few tokens                   T = 64: 9 to 31% longer above 256 experts, 1.2 to 5 times as long below
 //   size of a logit, softmax                 2 to 6% longer
 //   size of a logit, other score functions   3% longer, 1.6% with a bias; these kernels read the size at run time

@@ -200,11 +200,35 @@ def test_errors_are_those_of_calls_through_ctypes(mode):
             native.call(torch_ops.plan, ids, 2, 5, 2, 1)  # the status of a C function
 
 
+def layer_config():
+    layer_config = importlib.import_module("anabranch.torch.layer.operands").layer_config
+    return layer_config(RouterOptions(K), ExpertsConfig(as_activation("silu", 2), topk=K), E, 0)
+
+
+def test_shapes_of_the_layer():
+    """Native code reads no memory past the end of a tensor, also if its operations are called directly."""
+    x, gate, w_in, w_out = operands()
+    number, none = layer_config().number, (None,) * 4
+    w_in = w_in.permute(0, 2, 3, 1).reshape(E, 2 * F, D).contiguous()  # a parameter
+    for wrong_w_in, b_in, message in (
+        (w_in[:, 1:], None, "w_in: got 15 rows, expected a multiple of 8, the last axis of w_out"),
+        (w_in, torch.ones(E, F), "b_in: got another shape than the first two axes of w_in"),
+        (w_in, torch.ones(E), "b_in: got a tensor of rank 1, expected 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            arguments = (x, gate.T, None, None, *none, wrong_w_in, b_in, w_out.mT, None, *none, number)
+            native.call(torch.ops.anabranch.layer_forward, *arguments)
+    given = (x, gate, None, None, *none, operands()[2], None, w_out, None, *none, number)
+    _, _, _, weights, experts, _, lse, _, h, maps, logits, *_ = native.call(torch.ops.anabranch.layer_forward, *given)
+    with pytest.raises(ValueError, match=r"maps: got \[133\], expected \[134\]"):
+        saved = (x, None, None, x, gate, x, operands()[2], w_out, None, None, None, weights, experts, lse, h, logits)
+        options = (*none, x.dtype, x.dtype, x.dtype, True, True, number)
+        native.call(torch.ops.anabranch.layer_backward, *saved, maps[1:], *options)
+
+
 def test_ranks_of_the_layer():
     x, gate, w_in, w_out = operands()
-    config = importlib.import_module("anabranch.torch.layer.operands").layer_config(
-        RouterOptions(K), ExpertsConfig(as_activation("silu", 2), topk=K), E, 0
-    )
+    config = layer_config()
     for name, at in (("x", 0), ("gate", 1), ("w_out", 10)):
         arguments = [x, gate, *[None] * 6, w_in, None, w_out, *[None] * 5, config.number]
         arguments[at] = arguments[at][0]
@@ -333,9 +357,7 @@ print((probe.probe(native.native) if fault else native.reason) or "native")
 def test_a_derivative_past_the_autograd_function_raises():
     """As for every operation: a gradient is never silently missing."""
     x, gate, w_in, w_out = operands()
-    config = importlib.import_module("anabranch.torch.layer.operands").layer_config(
-        RouterOptions(K), ExpertsConfig(as_activation("silu", 2), topk=K), E, 0
-    )
+    config = layer_config()
     none = (None,) * 4
     arguments = (x.requires_grad_(), gate, None, None, *none, w_in, None, w_out, None, *none, config.number)
     output = torch.ops.anabranch.layer_forward(*arguments)[0]

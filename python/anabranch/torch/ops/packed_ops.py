@@ -1,7 +1,8 @@
-"""Variants of the layer's operations for native code alone, with fewer tensors. They have the same C calls.
+"""Variants of the layer's operations with fewer tensors, which only native code runs. Their C calls are the same.
 
 The three maps of the plan are one int32 tensor, `maps`: row_of_slot [T, K], slot_of_row [R] and group_sizes [E].
-Results that were not requested are None. `dropped` is [2]; the bits of its second element are those of a float zero.
+Results that were not requested are None. `dropped` is int32 [2]. Its second element is 0, which is also a float zero:
+the loss of a layer without losses.
 """
 
 from typing import Any
@@ -47,8 +48,10 @@ def unpacked(maps: torch.Tensor, T: int, K: int, R: int, E: int) -> tuple[torch.
 
 
 def _described_maps(maps: Described, T: Any, K: Any, R: Any, E: Any) -> tuple[Described, ...]:
-    """The same for descriptions."""
-    first, second, _ = _starts(T, K, R, E)
+    """Descriptions of row_of_slot, slot_of_row and group_sizes in `maps`."""
+    first, second, total = _starts(T, K, R, E)
+    if len(maps.shape) != 1 or maps.shape[0] != total:
+        raise ValueError(f"maps: got {[*maps.shape]}, expected [{total}]")
     parts = ((T, K), 0), ((R,), first), ((E,), second)
     size = maps.dtype.itemsize
     return tuple(Described(shape, maps.dtype, maps.memory, maps.offset + size * start) for shape, start in parts)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+import gloo_ranks
 import in_torch
 import module_in_torch
 from anabranch.torch import moe, routed_experts
@@ -116,6 +117,8 @@ def main(folder, rank, ranks, backend):
     for path, case in cases.items():
         found = run(case, load(path.with_suffix(".npz")), rank, ranks, meshes[case["data"]])
         np.savez(folder / f"{path.stem}.{rank}", **{name: in_torch.to_bytes(array) for name, array in found.items()})
+    if backend == "gloo":
+        gloo_ranks.leave()
     dist.destroy_process_group()
 
 

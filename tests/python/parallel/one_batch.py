@@ -6,6 +6,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+import gloo_ranks
 from anabranch.torch import MoE
 
 D, F, E, K = 12, 20, 8, 2
@@ -77,7 +78,7 @@ def _run(rank, ranks, rendezvous, checks):
     dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=ranks)
     for check in checks:
         check(rank)
-    dist.destroy_process_group()
+    gloo_ranks.leave()
 
 
 def run_in_processes(ranks, checks, folder):

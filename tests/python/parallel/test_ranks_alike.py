@@ -32,6 +32,7 @@ def main(folder, rank):
     import torch
     import torch.distributed as dist
 
+    import gloo_ranks
     from anabranch.torch import moe
     from anabranch.torch.parallel import alike
 
@@ -83,6 +84,7 @@ def main(folder, rank):
     assert found.startswith("RuntimeError"), found
     if rank:
         check_error(found, "group: got new options on rank 1 (x (tokens) 6, transport ring, x (dtype) torch.float32, ")
+    gloo_ranks.leave()
 
 
 def test_differences_between_ranks_raise_on_every_rank(tmp_path):

@@ -10,6 +10,7 @@ import transformers
 from transformers.distributed import DistributedConfig
 
 import anabranch.torch.transformers as adapter
+import gloo_ranks
 
 RANKS = 2
 FOLDERS = ("qwen3_moe", "gpt_oss")  # layouts, biases
@@ -52,7 +53,7 @@ def run(rank, rendezvous, folder):
     for name in FOLDERS:
         check(f"{folder}/{name}", DistributedConfig(tp_size=RANKS, ep_size=RANKS))
         check(f"{folder}/{name}", DistributedConfig(tp_size=RANKS))
-    dist.destroy_process_group()
+    gloo_ranks.leave()
 
 
 def test_two_processes_equal_one(tmp_path):

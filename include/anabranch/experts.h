@@ -109,8 +109,23 @@ AB_API ab_status ab_quantize_weights(const ab_quantize_weights_args* args, const
 AB_API ab_status ab_quantize_weights_workspace(const ab_quantize_weights_args* args, const ab_exec* exec,
                                                size_t* bytes);
 
+/* Low-rank adapters (LoRA). The factors A [E, D, r] and B [E, r, N] of an adapter add scale A[e] B[e] to the matrix
+ * w[e] of a GEMM, without forming that sum:
+ *
+ *     u = scale x A[e], rounded to the dtype of x;   y = x w[e] + u B[e].
+ *
+ * Both GEMMs of y share one float32 sum, w first. A first axis of 1 in place of E is one factor for all experts; each
+ * factor decides for itself. r is any number from 1 on. Factors have the dtype of x or float32, and any strides;
+ * float32 factors of 16-bit rows are rounded to the dtype of x where they multiply. Precision applies to u as to y,
+ * but with AB_PRECISION_FP8 only x w[e] is quantised: factors and u are not, and u is computed from x as it is.
+ *
+ * Without A, the call reads u, which an earlier call wrote. Then scale is 0; it is also 0 without an adapter. */
+
 /* y = x w[e] on the rows of expert e; with transpose_w, y = x w[e]^T. With AB_PRECISION_FP8 w may have any float
- * dtype and x may be quantised; if x is quantised, y may have any float dtype, too. */
+ * dtype and x may be quantised; if x is quantised, y may have any float dtype, too.
+ *
+ * The gradient of x is a call with d_y, the transposed w, and the factors B^T and A^T; its u is v = scale d_y B^T. The
+ * gradients of A and B are x^T v and u^T d_y, see ab_grouped_matmul_dw. */
 typedef struct ab_grouped_matmul_args {
   size_t size;
   int32_t transpose_w;
@@ -124,20 +139,27 @@ typedef struct ab_grouped_matmul_args {
   const ab_tensor* x_scales;    /* [R, D/128] float32, or NULL */
   const ab_tensor* w_q;         /* [E, N, D] e4m3, together with w_scales, or NULL */
   const ab_tensor* w_scales;    /* [E, D/128, N/128] float32; with transpose_w [E, N/128, D/128] */
+  /* adapter, or NULL */
+  float lora_scale;        /* finite */
+  const ab_tensor* lora_a; /* [E or 1, D, r], not with quantised x */
+  const ab_tensor* lora_b; /* [E or 1, r, N] */
+  const ab_tensor* lora_u; /* [R, r] of the dtype of x, or of y if x is quantised: with lora_a an output or NULL, else
+                            * an input */
 } ab_grouped_matmul_args;
 
 AB_API ab_status ab_grouped_matmul(const ab_grouped_matmul_args* args, const ab_exec* exec);
 AB_API ab_status ab_grouped_matmul_workspace(const ab_grouped_matmul_args* args, const ab_exec* exec, size_t* bytes);
 
 /* dw[e] = x^T d_y over the rows of expert e, summed in float32; zero for an expert without rows. Both operands may
- * have any float dtype. For weights stored transposed, swap x and d_y. */
+ * have any float dtype. For weights stored transposed, swap x and d_y. If all experts share one matrix, d_w has a first
+ * axis of 1 and is the sum over the experts in ascending order. */
 typedef struct ab_grouped_matmul_dw_args {
   size_t size;
   int32_t accumulate;           /* 1: adds to d_w, which must be float32 then */
   const ab_tensor* x;           /* [R, D] */
   const ab_tensor* d_y;         /* [R, N] */
   const ab_tensor* group_sizes; /* [E] int32 */
-  const ab_tensor* d_w;         /* [E, D, N], any float dtype */
+  const ab_tensor* d_w;         /* [E or 1, D, N], any float dtype */
   int32_t precision;            /* ab_precision, but not FP8 */
   int32_t reserved;             /* 0; reserved for a later option */
 } ab_grouped_matmul_dw_args;
@@ -192,6 +214,11 @@ typedef struct ab_grouped_matmul_combine_args {
   const ab_tensor* x_scales;    /* [R, D/128] float32, or NULL */
   const ab_tensor* w_q;         /* [E, N, D] e4m3, together with w_scales, or NULL */
   const ab_tensor* w_scales;    /* [E, D/128, N/128] float32; with transpose_w [E, N/128, D/128] */
+  /* adapter, or NULL; it is part of rows */
+  float lora_scale;        /* finite */
+  const ab_tensor* lora_a; /* [E or 1, D, r], not with quantised x */
+  const ab_tensor* lora_b; /* [E or 1, r, N] */
+  const ab_tensor* lora_u; /* [R, r] of the dtype of rows: with lora_a an output or NULL, else an input */
 } ab_grouped_matmul_combine_args;
 
 AB_API ab_status ab_grouped_matmul_combine(const ab_grouped_matmul_combine_args* args, const ab_exec* exec);
@@ -215,7 +242,17 @@ AB_API ab_status ab_grouped_matmul_combine_workspace(const ab_grouped_matmul_com
  * a_scales, quantised. Quantised weights have P before F, whatever the order of w_in. w_in and w_out may be NULL if
  * quantised weights are given, which are read instead; without w_in, gate and up are side by side in b_in and h.
  * w_in and w_out may have any float dtype, forward and backward. x may be NULL if x_q is given, which is read
- * instead; the dtype of x is then the common dtype of y, h, b_in and an `a` that is not quantised. */
+ * instead; the dtype of x is then the common dtype of y, h, b_in and an `a` that is not quantised.
+ *
+ * W_in and W_out may have adapters, both or one of them:
+ *
+ *     u = scale_in x A_in[e];   z = scale_out a A_out[e];   both rounded to the dtype of x,
+ *     h = x W_in[e] + u B_in[e] + b_in[e];   y = a W_out[e] + z B_out[e] + b_out[e].
+ *
+ * With an early weight, `a` and so z contain it; with a late one it multiplies y. z is computed from the rounded `a`,
+ * also with AB_PRECISION_FP8. u is an output for the backward pass. z is one for ab_grouped_matmul_combine, which
+ * takes it as its lora_u: without y, an adapter of W_out requires z. An adapter of W_in requires x. The axes of B_in
+ * are in the order of its strides, whatever the order of W_in. */
 typedef struct ab_expert_ffn_forward_args {
   size_t size;
   int32_t activation;   /* ab_activation */
@@ -250,6 +287,16 @@ typedef struct ab_expert_ffn_forward_args {
   /* quantised inputs, or both NULL */
   const ab_tensor* x_q;      /* e4m3, the shape of x */
   const ab_tensor* x_scales; /* [T, D/128] with slot_of_row, else [R, D/128], float32 */
+  /* adapters: each a pair, or both NULL */
+  float lora_scale_in; /* finite */
+  float lora_scale_out;
+  const ab_tensor* lora_a_in;  /* [E or 1, D, r] */
+  const ab_tensor* lora_b_in;  /* [E or 1, r, P, F] */
+  const ab_tensor* lora_a_out; /* [E or 1, F, q] */
+  const ab_tensor* lora_b_out; /* [E or 1, q, D] */
+  /* outputs, or NULL; zero in padding rows */
+  const ab_tensor* lora_u; /* [R, r] */
+  const ab_tensor* lora_z; /* [R, q] */
 } ab_expert_ffn_forward_args;
 
 AB_API ab_status ab_expert_ffn_forward(const ab_expert_ffn_forward_args* args, const ab_exec* exec);
@@ -280,12 +327,24 @@ AB_API ab_status ab_expert_ffn_forward_workspace(const ab_expert_ffn_forward_arg
  * Q(W_in)^T, where dh is quantised after it was rounded to its dtype; the other formulas do not change. Quantised
  * weights, dh_q and dh_scales have P before F, whatever the order of w_in. w_in and w_out may be NULL if quantised
  * weights are given. For dx_rows, a call without h reads dh_q and dh_scales if they are given; else it quantises dh.
- * Q(d_out) is d_out_q if that is given; d_out is still required for everything else. */
+ * Q(d_out) is d_out_q if that is given; d_out is still required for everything else.
+ *
+ * With adapters, where u, z, v_out and v_in are rounded to the dtype of x:
+ *
+ *     v_out = scale_out d_y B_out[e]^T;   da' = d_y W_out[e]^T + v_out A_out[e]^T;   z = scale_out (w a) A_out[e];
+ *     v_in = scale_in dh B_in[e]^T;       dx = dh W_in[e]^T + v_in A_in[e]^T;        u = scale_in x A_in[e];
+ *     dA_out = (w a)^T v_out;   dB_out = z^T d_y;   dA_in = x^T v_in;   dB_in = u^T dh.
+ *
+ * Gradients of factors have the shapes and dtypes of the factors, are row-major, and are float32 sums. The gradient of
+ * a shared factor is the sum over the experts in ascending order. v_in is also the lora_u of the
+ * ab_grouped_matmul_combine that sums dx. v_in and v_out are outputs of the call that reads h and inputs of later
+ * ones, which compute again what they need and do not get. */
 typedef struct ab_expert_ffn_backward_args {
   size_t size;
   int32_t activation;
   int32_t topk;       /* K with slot_of_row, else 0 */
-  int32_t accumulate; /* 1: adds to d_w_in and d_w_out; at least one is requested, and they are float32 */
+  int32_t accumulate; /* 1: adds to d_w_in, d_w_out and gradients of factors; at least one of these is requested, and
+                       * they are float32 */
   int32_t skip_rest;  /* 1: tail rows past the groups may have any value in dh and weighted_a */
   /* inputs and residuals of the forward pass */
   const ab_tensor* x;           /* [T, D] with slot_of_row, else [R, D] */
@@ -297,7 +356,8 @@ typedef struct ab_expert_ffn_backward_args {
   const ab_tensor* weights;     /* float [T, K] with slot_of_row, else [R]; NULL: 1 */
   const ab_tensor* h;           /* [R, P, F]; NULL if dh or weighted_a, whichever is needed, is already given */
   /* cotangent */
-  const ab_tensor* d_out; /* float [T, D] with slot_of_row, else [R, D]; NULL without h, d_w_out and d_b_out */
+  const ab_tensor* d_out; /* float [T, D] with slot_of_row, else [R, D]; NULL without h, d_w_out, d_b_out, d_lora_a_out
+                           * and d_lora_b_out */
   /* outputs; each may be NULL: not requested */
   const ab_tensor* dh;         /* [R, P, F]; may share the memory of h */
   const ab_tensor* dx_rows;    /* [R, D] */
@@ -323,6 +383,22 @@ typedef struct ab_expert_ffn_backward_args {
   /* quantised inputs, or both NULL; used for da', so only allowed with h */
   const ab_tensor* d_out_q;      /* e4m3, the shape of d_out */
   const ab_tensor* d_out_scales; /* [T, D/128] with slot_of_row, else [R, D/128], float32 */
+  /* adapters: each a pair, or both NULL */
+  float lora_scale_in; /* finite */
+  float lora_scale_out;
+  const ab_tensor* lora_a_in;  /* [E or 1, D, r] */
+  const ab_tensor* lora_b_in;  /* [E or 1, r, P, F] */
+  const ab_tensor* lora_a_out; /* [E or 1, F, q] */
+  const ab_tensor* lora_b_out; /* [E or 1, q, D] */
+  const ab_tensor* lora_u;     /* [R, r] from the forward pass, or NULL: computed again if d_lora_b_in needs it */
+  /* outputs with h, inputs without, or NULL; zero in padding rows */
+  const ab_tensor* lora_v_in;  /* [R, r] */
+  const ab_tensor* lora_v_out; /* [R, q] */
+  /* outputs; each may be NULL: not requested */
+  const ab_tensor* d_lora_a_in;
+  const ab_tensor* d_lora_b_in;
+  const ab_tensor* d_lora_a_out;
+  const ab_tensor* d_lora_b_out;
 } ab_expert_ffn_backward_args;
 
 AB_API ab_status ab_expert_ffn_backward(const ab_expert_ffn_backward_args* args, const ab_exec* exec);

@@ -50,11 +50,11 @@ AB_STRUCT(ab_sort_chunks_args, row_id_map, row_id_map);
 AB_STRUCT(ab_expand_row_id_map_args, slot_of_row, slot_of_row);
 AB_STRUCT(ab_quantize_rows_args, scales, scales);
 AB_STRUCT(ab_quantize_weights_args, scales, scales);
-AB_STRUCT(ab_grouped_matmul_args, y, w_scales);
+AB_STRUCT(ab_grouped_matmul_args, y, lora_u);
 AB_STRUCT(ab_grouped_matmul_dw_args, d_w, reserved);
-AB_STRUCT(ab_grouped_matmul_combine_args, out, w_scales);
-AB_STRUCT(ab_expert_ffn_forward_args, a, x_scales);
-AB_STRUCT(ab_expert_ffn_backward_args, weighted_a, d_out_scales);
+AB_STRUCT(ab_grouped_matmul_combine_args, out, lora_u);
+AB_STRUCT(ab_expert_ffn_forward_args, a, lora_z);
+AB_STRUCT(ab_expert_ffn_backward_args, weighted_a, d_lora_b_out);
 
 #undef AB_END_OF
 #undef AB_STRUCT

@@ -100,14 +100,6 @@ bool is_empty(const ab_tensor& tensor) {
   return std::ranges::any_of(axes(tensor), [](int64_t size) { return size == 0; });
 }
 
-// The stride of an axis; row-major if no strides are given.
-int64_t stride_of(const ab_tensor& tensor, int32_t axis) {
-  if (tensor.strides != nullptr) return tensor.strides[axis];
-  int64_t stride = 1;
-  for (int32_t i = axis + 1; i < tensor.rank; ++i) stride *= std::max<int64_t>(tensor.shape[i], 1);
-  return stride;
-}
-
 constexpr Order kRowMajor = {{0, 1, 2, 3, 4, 5}};
 
 bool is_in_order(const ab_tensor& tensor, const Order& order) {
@@ -171,12 +163,26 @@ int64_t dtype_size(int32_t dtype) {
   }
 }
 
+int64_t stride_of(const ab_tensor& tensor, int32_t axis) {
+  if (tensor.strides != nullptr) return tensor.strides[axis];
+  int64_t stride = 1;
+  for (int32_t i = axis + 1; i < tensor.rank; ++i) stride *= std::max<int64_t>(tensor.shape[i], 1);
+  return stride;
+}
+
+bool is_contiguous(const ab_tensor& tensor) { return is_in_order(tensor, kRowMajor) || is_empty(tensor); }
+
 ab_status check_tensor(const char* name, const ab_tensor* tensor, Dtypes dtypes, std::initializer_list<Axis> shape) {
   AB_RETURN_IF_ERROR(check_view(name, tensor, dtypes, shape));
-  if (!is_in_order(*tensor, kRowMajor) && !is_empty(*tensor)) {
+  if (!is_contiguous(*tensor)) {
     return AB_INVALID("%s: got strides that are not contiguous, expected row-major %s", name,
                       shape_text(*tensor).chars());
   }
+  return check_memory(name, *tensor);
+}
+
+ab_status check_strided(const char* name, const ab_tensor* tensor, Dtypes dtypes, std::initializer_list<Axis> shape) {
+  AB_RETURN_IF_ERROR(check_view(name, tensor, dtypes, shape));
   return check_memory(name, *tensor);
 }
 

@@ -38,6 +38,15 @@ constexpr int64_t kMaxBytes = int64_t{1} << 56;
 ab_status check_tensor(const char* name, const ab_tensor* tensor, Dtypes dtypes, std::initializer_list<Axis> shape);
 ab_status check_optional(const char* name, const ab_tensor* tensor, Dtypes dtypes, std::initializer_list<Axis> shape);
 
+// check_tensor() for a tensor that is read through its strides, which may have any values.
+ab_status check_strided(const char* name, const ab_tensor* tensor, Dtypes dtypes, std::initializer_list<Axis> shape);
+
+// The stride of an axis in elements; row-major if the tensor has no strides.
+int64_t stride_of(const ab_tensor& tensor, int32_t axis);
+
+// Whether the tensor is row-major without gaps.
+bool is_contiguous(const ab_tensor& tensor);
+
 // The axes of a tensor in memory order, outermost first, without gaps.
 struct Order {
   uint8_t axes[AB_MAX_RANK];

@@ -48,7 +48,7 @@ struct Field {
 #define AB_LATER_FLOAT(type, name) \
   ::anabranch::xla::Field { #name, offsetof(type, name), ::anabranch::xla::FieldKind::float32, true }
 
-constexpr int kMaxBuffers = 28;
+constexpr int kMaxBuffers = 48;
 
 // A tensor view with memory for its strides.
 struct View {

@@ -4,6 +4,7 @@
 
 #include "dispatch/maps.h"
 #include "experts/block_scale.h"
+#include "experts/lora_check.h"
 #include "experts/precision.h"
 
 namespace anabranch {
@@ -370,7 +371,8 @@ ab_status check(const ab_quantize_weights_args* args, QuantizedSizes* s) {
 
 ab_status check(const ab_grouped_matmul_args* args, GroupedSizes* s) {
   AB_RETURN_IF_ERROR(check_product(args, s));
-  return check_tensor("y", args->y, dtype_of_results(args->x), {{"R", s->R}, {"N", s->N}});
+  AB_RETURN_IF_ERROR(check_tensor("y", args->y, dtype_of_results(args->x), {{"R", s->R}, {"N", s->N}}));
+  return check_lora(args, args->y->dtype, s);
 }
 
 ab_status check(const ab_grouped_matmul_combine_args* args, CombinedSizes* s) {
@@ -388,6 +390,7 @@ ab_status check(const ab_grouped_matmul_combine_args* args, CombinedSizes* s) {
   AB_RETURN_IF_ERROR(check_tensor("out", args->out, kFloats, {{"T", s->T}, {"N", s->N}}));
   const ab_tensor* dtype_source = args->x->dtype == AB_FLOAT8_E4M3 ? args->out : args->x;
   s->rows_dtype = dtype_source->dtype;
+  AB_RETURN_IF_ERROR(check_lora(args, s->rows_dtype, s));
   return check_optional("bias", args->bias, dtype_of(dtype_source), {{"E", s->E}, {"N", s->N}});
 }
 
@@ -407,7 +410,8 @@ ab_status check(const ab_grouped_matmul_dw_args* args, GroupedSizes* s) {
   s->N = axis(args->d_y, 1);
   s->E = axis(args->group_sizes, 0);
   const Dtypes dtypes = args->accumulate != 0 ? kFloat32 : kFloats;
-  return check_tensor("d_w", args->d_w, dtypes, {{"E", s->E}, {"D", s->D}, {"N", s->N}});
+  AB_RETURN_IF_ERROR(check_tensor("d_w", args->d_w, dtypes, {{"E or 1"}, {"D", s->D}, {"N", s->N}}));
+  return check_shared("d_w", args->d_w, s->E);
 }
 
 ab_status check(const ab_expert_ffn_forward_args* args, FfnSizes* s) {
@@ -424,15 +428,19 @@ ab_status check(const ab_expert_ffn_forward_args* args, FfnSizes* s) {
   if (!is_fp8(*args)) AB_RETURN_IF_ERROR(check_unused("a_scales", args->a_scales, kWithoutFp8));
   AB_RETURN_IF_ERROR(check_optional("a", args->a, is_fp8(*args) ? dtype | kE4m3 : dtype, {{"R", s->R}, {"F", s->F}}));
   AB_RETURN_IF_ERROR(check_scales_of("a", args->a, "a_scales", args->a_scales, {{"R", s->R}, {"F/128", blocks(s->F)}}));
+  AB_RETURN_IF_ERROR(check_lora(args, s));
   return check_intermediate("h", args->h, dtype, {"R", s->R}, *s);
 }
 
 ab_status check(const ab_expert_ffn_backward_args* args, FfnSizes* s) {
   AB_RETURN_IF_ERROR(check_common(args, true, false, s));
   AB_RETURN_IF_ERROR(check_flag("accumulate", args->accumulate));
-  if (args->accumulate != 0 && args->d_w_in == nullptr && args->d_w_out == nullptr) {
-    return AB_INVALID("accumulate: got 1, expected 0, or 1 together with d_w_in or d_w_out");
+  const bool has_factors = args->d_lora_a_in != nullptr || args->d_lora_b_in != nullptr ||
+                           args->d_lora_a_out != nullptr || args->d_lora_b_out != nullptr;
+  if (args->accumulate != 0 && args->d_w_in == nullptr && args->d_w_out == nullptr && !has_factors) {
+    return AB_INVALID("accumulate: got 1, expected 0, or 1 together with d_w_in, d_w_out or the gradient of a factor");
   }
+  AB_RETURN_IF_ERROR(check_lora(args, s));
   const Dtypes dtype = dtype_of(*s);
   const Dtypes gradients = args->accumulate != 0 ? kFloat32 : dtype | kFloat32;
   if (!is_fp8(*args)) {
@@ -448,26 +456,38 @@ ab_status check(const ab_expert_ffn_backward_args* args, FfnSizes* s) {
   AB_RETURN_IF_ERROR(check_intermediate("h", args->h, dtype, {"R", s->R}, *s));
   if (args->h == nullptr) {
     const bool dx_needs_dh = args->dx_rows != nullptr && args->dh_q == nullptr;
-    const bool needs_dh = dx_needs_dh || args->d_w_in != nullptr || args->d_b_in != nullptr;
-    if ((needs_dh && args->dh == nullptr) || (args->d_w_out != nullptr && args->weighted_a == nullptr)) {
+    const bool needs_v_in = s->rank_in > 0 && (args->dx_rows != nullptr || args->d_lora_a_in != nullptr);
+    const bool needs_dh = dx_needs_dh || args->d_w_in != nullptr || args->d_b_in != nullptr ||
+                          args->d_lora_b_in != nullptr || (needs_v_in && args->lora_v_in == nullptr);
+    const bool needs_a = needs_weighted_a(*args);
+    if ((needs_dh && args->dh == nullptr) || (needs_a && args->weighted_a == nullptr)) {
       return AB_INVALID("h: got NULL, expected [R, P, F], or %s from an earlier call",
                         needs_dh && args->dh == nullptr ? "dh" : "weighted_a");
     }
     AB_RETURN_IF_ERROR(check_unused("d_weights", args->d_weights, "without h"));
     AB_RETURN_IF_ERROR(check_unused("d_out_q", args->d_out_q, "without h"));
     if (!needs_dh) AB_RETURN_IF_ERROR(check_unused("dh", args->dh, "without h and outputs that depend on dh"));
-    if (args->d_w_out == nullptr) {
-      AB_RETURN_IF_ERROR(check_unused("weighted_a", args->weighted_a, "without h and d_w_out"));
+    if (!needs_a) {
+      AB_RETURN_IF_ERROR(
+          check_unused("weighted_a", args->weighted_a, "without h, d_w_out, d_lora_a_out and d_lora_b_out"));
+    }
+    if (!needs_v_in) {
+      AB_RETURN_IF_ERROR(check_unused("lora_v_in", args->lora_v_in, "without h, dx_rows and d_lora_a_in"));
+    }
+    if (args->d_lora_a_out == nullptr) {
+      AB_RETURN_IF_ERROR(check_unused("lora_v_out", args->lora_v_out, "without h and d_lora_a_out"));
     }
     if (args->dx_rows == nullptr) AB_RETURN_IF_ERROR(check_unused("dh_q", args->dh_q, "without h and dx_rows"));
     if (args->skip_rest != 0) return AB_INVALID("skip_rest: got %d, expected 0 without h", args->skip_rest);
   }
   const bool by_token = args->slot_of_row != nullptr;
-  if (args->h != nullptr || args->d_w_out != nullptr || args->d_b_out != nullptr) {
+  if (args->h != nullptr || args->d_w_out != nullptr || args->d_b_out != nullptr || args->d_lora_a_out != nullptr ||
+      args->d_lora_b_out != nullptr) {
     const Axis rows = by_token ? Axis{"T", s->T} : Axis{"R", s->R};
     AB_RETURN_IF_ERROR(check_tensor("d_out", args->d_out, kFloats, {rows, {"D", s->D}}));
   } else {
-    AB_RETURN_IF_ERROR(check_unused("d_out", args->d_out, "without h, d_w_out and d_b_out"));
+    AB_RETURN_IF_ERROR(
+        check_unused("d_out", args->d_out, "without h, d_w_out, d_b_out, d_lora_a_out and d_lora_b_out"));
   }
   if (by_token) {
     AB_RETURN_IF_ERROR(check_optional("d_weights", args->d_weights, kFloat32, {{"T", s->T}, {"K", s->K}}));

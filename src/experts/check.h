@@ -13,6 +13,7 @@ struct GroupedSizes {
   int64_t E = 0;
   int64_t D = 0;
   int64_t N = 0;
+  int64_t rank = 0;  // of the adapter; 0: none
 };
 
 // Sizes of a grouped GEMM whose rows are summed per token.
@@ -50,6 +51,8 @@ struct FfnSizes {
   int64_t D = 0;
   int64_t P = 0;
   int64_t F = 0;
+  int64_t rank_in = 0;  // of the adapters of W_in and W_out; 0: none
+  int64_t rank_out = 0;
   int32_t dtype = AB_FLOAT32;  // of x, also when only quantised x is given
   WeightLayout layout;
 

@@ -31,6 +31,10 @@ constexpr Field kGroupedMatmulFields[] = {
     AB_TENSOR(ab_grouped_matmul_args, x_scales),
     AB_TENSOR(ab_grouped_matmul_args, w_q),
     AB_TENSOR(ab_grouped_matmul_args, w_scales),
+    AB_LATER_FLOAT(ab_grouped_matmul_args, lora_scale),
+    AB_TENSOR(ab_grouped_matmul_args, lora_a),
+    AB_TENSOR(ab_grouped_matmul_args, lora_b),
+    AB_TENSOR(ab_grouped_matmul_args, lora_u),
 };
 
 constexpr Field kGroupedMatmulDwFields[] = {
@@ -60,6 +64,10 @@ constexpr Field kGroupedMatmulCombineFields[] = {
     AB_TENSOR(ab_grouped_matmul_combine_args, x_scales),
     AB_TENSOR(ab_grouped_matmul_combine_args, w_q),
     AB_TENSOR(ab_grouped_matmul_combine_args, w_scales),
+    AB_LATER_FLOAT(ab_grouped_matmul_combine_args, lora_scale),
+    AB_TENSOR(ab_grouped_matmul_combine_args, lora_a),
+    AB_TENSOR(ab_grouped_matmul_combine_args, lora_b),
+    AB_TENSOR(ab_grouped_matmul_combine_args, lora_u),
 };
 
 constexpr Field kFfnForwardFields[] = {
@@ -89,6 +97,14 @@ constexpr Field kFfnForwardFields[] = {
     AB_TENSOR(ab_expert_ffn_forward_args, a_scales),
     AB_TENSOR(ab_expert_ffn_forward_args, x_q),
     AB_TENSOR(ab_expert_ffn_forward_args, x_scales),
+    AB_LATER_FLOAT(ab_expert_ffn_forward_args, lora_scale_in),
+    AB_LATER_FLOAT(ab_expert_ffn_forward_args, lora_scale_out),
+    AB_TENSOR(ab_expert_ffn_forward_args, lora_a_in),
+    AB_TENSOR(ab_expert_ffn_forward_args, lora_b_in),
+    AB_TENSOR(ab_expert_ffn_forward_args, lora_a_out),
+    AB_TENSOR(ab_expert_ffn_forward_args, lora_b_out),
+    AB_TENSOR(ab_expert_ffn_forward_args, lora_u),
+    AB_TENSOR(ab_expert_ffn_forward_args, lora_z),
 };
 
 constexpr Field kFfnBackwardFields[] = {
@@ -124,6 +140,19 @@ constexpr Field kFfnBackwardFields[] = {
     AB_TENSOR(ab_expert_ffn_backward_args, dh_scales),
     AB_TENSOR(ab_expert_ffn_backward_args, d_out_q),
     AB_TENSOR(ab_expert_ffn_backward_args, d_out_scales),
+    AB_LATER_FLOAT(ab_expert_ffn_backward_args, lora_scale_in),
+    AB_LATER_FLOAT(ab_expert_ffn_backward_args, lora_scale_out),
+    AB_TENSOR(ab_expert_ffn_backward_args, lora_a_in),
+    AB_TENSOR(ab_expert_ffn_backward_args, lora_b_in),
+    AB_TENSOR(ab_expert_ffn_backward_args, lora_a_out),
+    AB_TENSOR(ab_expert_ffn_backward_args, lora_b_out),
+    AB_TENSOR(ab_expert_ffn_backward_args, lora_u),
+    AB_TENSOR(ab_expert_ffn_backward_args, lora_v_in),
+    AB_TENSOR(ab_expert_ffn_backward_args, lora_v_out),
+    AB_TENSOR(ab_expert_ffn_backward_args, d_lora_a_in),
+    AB_TENSOR(ab_expert_ffn_backward_args, d_lora_b_in),
+    AB_TENSOR(ab_expert_ffn_backward_args, d_lora_a_out),
+    AB_TENSOR(ab_expert_ffn_backward_args, d_lora_b_out),
 };
 
 }  // namespace

@@ -4,8 +4,10 @@
 #include "core/entry.h"
 #include "core/threads.h"
 #include "experts/check.h"
+#include "experts/cpu/lora.h"
 #include "experts/cpu/phases.h"
 #include "experts/cpu/quantized_operands.h"
+#include "experts/lora_check.h"
 
 namespace anabranch {
 namespace {
@@ -26,6 +28,15 @@ struct Backward {
   WeightOperand w_out;  // W_out^T
   WeightOperand w_in;   // W_in^T
   float* dots;          // [parts, R]: <da', a> over the columns of each part
+  Factor lora_a_in;
+  Factor lora_b_in;  // its columns are in the order of h
+  Factor lora_a_out;
+  Factor lora_b_out;
+  Matrix lora_u;  // [R, rank], like the three below
+  Matrix lora_z;
+  Matrix lora_v_in;
+  Matrix lora_v_out;
+  InterleavedGradient d_lora_b_in;
   Products products;
 
   Backward(const ab_expert_ffn_backward_args& arguments, const FfnSizes& sizes, const ab_exec* exec,
@@ -39,19 +50,38 @@ struct Backward {
         workspace(memory),
         rows(workspace, s.R, s.E, args.slot_of_row != nullptr, args.weights != nullptr),
         weighted_a(args.weighted_a != nullptr ? matrix_of(args.weighted_a, 0, s.F)
-                                              : row_buffer(args.d_w_out != nullptr, s.F)),
+                                              : row_buffer(needs_weighted_a(args), s.F)),
         dh(args.dh != nullptr ? matrix_of(args.dh, 0, s.P * s.F) : row_buffer(needs_dh(), s.P * s.F)),
         dh_q{args.dh_q != nullptr ? quantized_matrix(args.dh_q, args.dh_scales, s.P * s.F)
                                   : take_quantized_rows(workspace, fp8 && args.dx_rows != nullptr, s.R, s.P * s.F),
              uses_power_of_two_scales(args)},
         d_y(take_d_y()),
         dots(args.d_weights == nullptr ? nullptr : workspace.take<float>(max_parts() * s.R)),
-        products(workspace, threads, std::max(s.D, s.P * s.F), std::min(std::max(s.D, s.P * s.F), kTileColumns)) {
+        lora_a_in(workspace, args.lora_a_in, s.dtype, s.E),
+        lora_b_in(workspace, args.lora_b_in, s.dtype, s.E, parts.order.interleaved),
+        lora_a_out(workspace, args.lora_a_out, s.dtype, s.E),
+        lora_b_out(workspace, args.lora_b_out, s.dtype, s.E),
+        lora_u(low_rank_rows(args.lora_u, args.d_lora_b_in != nullptr, s.rank_in)),
+        lora_z(low_rank_rows(nullptr, args.d_lora_b_out != nullptr, s.rank_out)),
+        lora_v_in(low_rank_rows(args.lora_v_in, needs_v_in(), s.rank_in)),
+        lora_v_out(low_rank_rows(args.lora_v_out, needs_v_out(), s.rank_out)),
+        d_lora_b_in(workspace, args.d_lora_b_in, args.d_lora_b_in != nullptr && parts.order.interleaved),
+        products(workspace, threads, widest(), std::min(widest(), kTileColumns)) {
     take_weights();
   }
 
+  int64_t widest() const { return std::max({s.D, s.P * s.F, s.rank_in, s.rank_out}); }
+
+  bool needs_v_in() const {
+    return s.rank_in > 0 && (args.dx_rows != nullptr || args.d_lora_a_in != nullptr || args.lora_v_in != nullptr);
+  }
+  bool computes_v_in() const { return needs_v_in() && (args.h != nullptr || args.lora_v_in == nullptr); }
+  bool needs_v_out() const { return s.rank_out > 0 && (args.h != nullptr || args.d_lora_a_out != nullptr); }
+  bool computes_v_out() const { return needs_v_out() && (args.h != nullptr || args.lora_v_out == nullptr); }
+
   bool needs_dh() const {
-    return (args.dx_rows != nullptr && !fp8) || args.d_w_in != nullptr || args.d_b_in != nullptr;
+    return (args.dx_rows != nullptr && !fp8) || args.d_w_in != nullptr || args.d_b_in != nullptr ||
+           args.d_lora_b_in != nullptr || computes_v_in();
   }
   int64_t d_out_rows() const { return args.d_out == nullptr ? 0 : args.d_out->shape[0]; }
   bool quantizes_d_out() const { return fp8 && args.h != nullptr && args.d_out_q == nullptr; }
@@ -100,9 +130,31 @@ struct Backward {
     return {workspace.take_rows(needed ? s.R : 0, columns, args.x->dtype), args.x->dtype, columns, nullptr};
   }
 
+  Matrix low_rank_rows(const ab_tensor* tensor, bool needed, int64_t rank) {
+    return take_low_rank_rows(workspace, tensor, needed, s.R, rank, s.dtype);
+  }
+
   int64_t max_parts() const { return std::max<int64_t>(ColumnParts(s.F, 1).count(), 1); }
 
-  // da' = d_y W_out^T, dh = phi'(h) w da', w a, and partial sums of <da', a>.
+  void fill_factors() {
+    for (const Factor* factor : {&lora_a_in, &lora_b_in, &lora_a_out, &lora_b_out}) factor->fill(threads);
+  }
+
+  // v_out = scale_out d_y B_out^T.
+  void compute_v_out() {
+    if (!computes_v_out()) return;
+    multiply_low_rank(products, threads, rows, d_out(), s.D, lora_b_out.matrices(true), args.lora_scale_out, lora_v_out,
+                      s.rank_out);
+  }
+
+  // v_in = scale_in dh B_in^T.
+  void compute_v_in() {
+    if (!computes_v_in()) return;
+    multiply_low_rank(products, threads, rows, dh, s.P * s.F, lora_b_in.matrices(true), args.lora_scale_in, lora_v_in,
+                      s.rank_in);
+  }
+
+  // da' = d_y W_out^T + v_out A_out^T, dh = phi'(h) w da', w a, and partial sums of <da', a>.
   void intermediate() {
     const ColumnParts pieces(s.F, rows.num_tiles, w_out.matrices().column_step());
     if (dots != nullptr && pieces.count() == 0) std::fill_n(dots, s.R, 0.0f);  // F = 0: <da', a> has no terms
@@ -133,6 +185,8 @@ struct Backward {
     const Matrix w = w_out.matrices().expert_matrix(tile.expert, s.F, s.D);
     const RightHandSide rhs{transposed ? at(w, begin, 0) : at(w, 0, begin), {c, AB_FLOAT32, n, nullptr}};
     products.multiply(thread, at(d_y, tile.begin, 0), false, {&rhs, 1}, transposed, tile.rows, n, s.D);
+    const LowRankProduct low_rank{lora_v_out, lora_a_out.matrices(true), s.rank_out};
+    low_rank.add(products, thread, tile.expert, tile.begin, tile.rows, s.F, begin, n, rhs.c);
     const Matrix h_rows = matrix_of(args.h, 0, s.P * s.F);
     const Matrix h[2] = {parts.gate(h_rows, tile.begin, begin), parts.up(h_rows, tile.begin, begin)};
     const Matrix d_parts[2] = {parts.gate(dh, tile.begin, begin), parts.up(dh, tile.begin, begin)};
@@ -184,6 +238,31 @@ struct Backward {
     if (args.d_b_in != nullptr) bias_gradient(products, threads, rows, dh, s.P * s.F, nullptr, args.d_b_in);
   }
 
+  // dA_out = (w a)^T v_out;  dB_out = z^T d_y;  dA_in = x^T v_in;  dB_in = u^T dh.
+  void factors() {
+    const Matrix x = matrix_of(args.x, 0, s.D, rows.tokens);
+    if (args.d_lora_a_out != nullptr) {
+      gradient_of_matrix(false, weighted_a, s.F, lora_v_out, s.rank_out, args.d_lora_a_out);
+    }
+    if (args.d_lora_b_out != nullptr) {
+      multiply_low_rank(products, threads, rows, weighted_a, s.F, lora_a_out.matrices(false), args.lora_scale_out,
+                        lora_z, s.rank_out);
+      gradient_of_matrix(false, lora_z, s.rank_out, d_out(), s.D, args.d_lora_b_out);
+    }
+    if (args.d_lora_a_in != nullptr) gradient_of_matrix(false, x, s.D, lora_v_in, s.rank_in, args.d_lora_a_in);
+    if (args.d_lora_b_in == nullptr) return;
+    if (args.lora_u == nullptr) {
+      multiply_low_rank(products, threads, rows, x, s.D, lora_a_in.matrices(false), args.lora_scale_in, lora_u,
+                        s.rank_in);
+    }
+    if (!parts.order.interleaved) {
+      gradient_of_matrix(false, lora_u, s.rank_in, dh, s.P * s.F, args.d_lora_b_in);
+      return;
+    }
+    weight_gradient(products, threads, rows, lora_u, s.rank_in, dh, s.P * s.F, false, d_lora_b_in.interleaved());
+    d_lora_b_in.store(threads, args.accumulate != 0);
+  }
+
   // Computes a^T b [M, N] per expert, or its transpose [N, M].
   void gradient_of_matrix(bool transposed, const Matrix& a, int64_t M, const Matrix& b, int64_t N,
                           const ab_tensor* to) {
@@ -195,11 +274,12 @@ struct Backward {
     }
   }
 
-  // dx = dh W_in^T.
+  // dx = dh W_in^T + v_in A_in^T.
   void inputs() {
     if (args.dx_rows == nullptr) return;
-    multiply_grouped_rows(products, threads, rows,
-                          {fp8 ? dh_q.q : dh, w_in.matrices(), matrix_of(args.dx_rows, 0, s.D), s.D, s.P * s.F});
+    RowProduct product{fp8 ? dh_q.q : dh, w_in.matrices(), matrix_of(args.dx_rows, 0, s.D), s.D, s.P * s.F};
+    product.low_rank = {lora_v_in, lora_a_in.matrices(true), s.rank_in};
+    multiply_grouped_rows(products, threads, rows, product);
   }
 
   // d_out with one row per row of the experts: that of the row's token.
@@ -230,8 +310,12 @@ ab_status ab_expert_ffn_backward(const ab_expert_ffn_backward_args* args, const 
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
   op.rows.fill(op.threads, args->group_sizes, args->slot_of_row, args->weights, s.T, s.K);
   op.quantize();
+  op.fill_factors();
+  op.compute_v_out();
   if (args->h != nullptr) op.intermediate();
+  op.compute_v_in();
   op.weights();
+  op.factors();
   op.inputs();
   return op.products.status();
 }

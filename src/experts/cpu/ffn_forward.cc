@@ -4,6 +4,7 @@
 #include "core/entry.h"
 #include "core/threads.h"
 #include "experts/check.h"
+#include "experts/cpu/lora.h"
 #include "experts/cpu/phases.h"
 #include "experts/cpu/quantized_operands.h"
 
@@ -25,6 +26,12 @@ struct Forward {
   QuantizedRows a_q;    // [R, F]; data nullptr: not requested
   WeightOperand w_in;   // [D, P F]
   WeightOperand w_out;  // [F, D]
+  Factor lora_a_in;
+  Factor lora_b_in;  // its columns are in the order of product_parts
+  Factor lora_a_out;
+  Factor lora_b_out;
+  Matrix lora_u;  // [R, rank]
+  Matrix lora_z;
   Products products;
 
   Forward(const ab_expert_ffn_forward_args& arguments, const FfnSizes& sizes, const ab_exec* exec,
@@ -41,8 +48,15 @@ struct Forward {
         x(take_x()),
         a(take_a()),
         a_q{take_quantized_a(), uses_power_of_two_scales(args)},
-        products(workspace, threads, std::max(s.D, s.P * s.F),
-                 std::max(std::min(s.D, kTileColumns), s.P * std::min(s.F, kTileColumns))) {
+        lora_a_in(workspace, args.lora_a_in, s.dtype, s.E),
+        lora_b_in(workspace, args.lora_b_in, s.dtype, s.E, product_parts.order.interleaved),
+        lora_a_out(workspace, args.lora_a_out, s.dtype, s.E),
+        lora_b_out(workspace, args.lora_b_out, s.dtype, s.E),
+        lora_u(take_low_rank_rows(workspace, args.lora_u, s.rank_in > 0, s.R, s.rank_in, s.dtype)),
+        lora_z(take_low_rank_rows(workspace, args.lora_z, s.rank_out > 0, s.R, s.rank_out, s.dtype)),
+        products(workspace, threads, std::max({s.D, s.P * s.F, s.rank_in, s.rank_out}),
+                 std::max(std::min(std::max({s.D, s.rank_in, s.rank_out}), kTileColumns),
+                          s.P * std::min(s.F, kTileColumns))) {
     take_weights();
   }
 
@@ -55,7 +69,7 @@ struct Forward {
   }
   Matrix take_a() {
     if (args.a != nullptr && args.a_scales == nullptr) return matrix_of(args.a, 0, s.F);
-    return {workspace.take_rows(fp8 ? 0 : s.R, s.F, s.dtype), s.dtype, s.F, nullptr};
+    return {workspace.take_rows(fp8 && s.rank_out == 0 ? 0 : s.R, s.F, s.dtype), s.dtype, s.F, nullptr};
   }
   Matrix take_quantized_a() {
     if (args.a_scales != nullptr) return quantized_matrix(args.a, args.a_scales, s.F);
@@ -81,6 +95,19 @@ struct Forward {
     w_in.fill(threads);
     w_out.fill(threads);
     x.rows = rows.tokens;
+  }
+
+  void compute_low_rank_in() {
+    for (const Factor* factor : {&lora_a_in, &lora_b_in, &lora_a_out, &lora_b_out}) factor->fill(threads);
+    if (s.rank_in == 0) return;
+    multiply_low_rank(products, threads, rows, matrix_of(args.x, 0, s.D, rows.tokens), s.D, lora_a_in.matrices(false),
+                      args.lora_scale_in, lora_u, s.rank_in);
+  }
+
+  void compute_low_rank_out() {
+    if (s.rank_out == 0) return;
+    multiply_low_rank(products, threads, rows, a, s.F, lora_a_out.matrices(false), args.lora_scale_out, lora_z,
+                      s.rank_out);
   }
 
   // h = x W_in + b_in; a = phi(h_gate, h_up), times the row's weight if it is applied early.
@@ -118,6 +145,9 @@ struct Forward {
                                   {columns_of_w_in(tile.expert, second), {c + n, AB_FLOAT32, width, nullptr}}};
     products.multiply(thread, at(x, tile.begin, 0), false, {rhs, whole ? size_t{1} : 2}, w_in.matrices().transposed,
                       tile.rows, whole ? width : n, s.D);
+    const LowRankProduct low_rank{lora_u, lora_b_in.matrices(false), s.rank_in};
+    low_rank.add(products, thread, tile.expert, tile.begin, tile.rows, s.P * s.F, first, whole ? width : n, rhs[0].c);
+    if (!whole) low_rank.add(products, thread, tile.expert, tile.begin, tile.rows, s.P * s.F, second, n, rhs[1].c);
     float memory[2 * kTileColumns];
     const float* bias = args.b_in == nullptr ? nullptr : memory;
     if (bias != nullptr) load_bias(tile.expert, begin, n, memory);
@@ -151,9 +181,10 @@ struct Forward {
   void compute_down() {
     if (args.y == nullptr) return;
     const float* late = args.weight_early != 0 ? nullptr : rows.scale;
-    multiply_grouped_rows(
-        products, threads, rows,
-        {fp8 ? a_q.q : a, w_out.matrices(), matrix_of(args.y, 0, s.D), s.D, s.F, late, args.b_out, rows.scale});
+    RowProduct product{fp8 ? a_q.q : a, w_out.matrices(), matrix_of(args.y, 0, s.D), s.D, s.F, late,
+                       args.b_out,      rows.scale};
+    product.low_rank = {lora_z, lora_b_out.matrices(false), s.rank_out};
+    multiply_grouped_rows(products, threads, rows, product);
   }
 
   // W_in of an expert from one of its P F columns on: [D, columns], or its transpose as stored.
@@ -190,10 +221,13 @@ ab_status ab_expert_ffn_forward(const ab_expert_ffn_forward_args* args, const ab
   AB_RETURN_IF_ERROR(check(args, &s));
   Forward op(*args, s, exec, exec);
   AB_RETURN_IF_ERROR(Products::check(op.x.dtype, op.x.dtype));
+  if (s.rank_in > 0 || s.rank_out > 0) AB_RETURN_IF_ERROR(Products::check(s.dtype, s.dtype));
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
   op.rows.fill(op.threads, args->group_sizes, args->slot_of_row, args->weights, s.T, s.K);
   op.quantize();
+  op.compute_low_rank_in();
   op.compute_up();
+  op.compute_low_rank_out();
   op.compute_down();
   return op.products.status();
 }

@@ -3,6 +3,7 @@
 #include "anabranch/experts.h"
 #include "core/entry.h"
 #include "experts/check.h"
+#include "experts/cpu/lora.h"
 #include "experts/cpu/phases.h"
 #include "experts/cpu/quantized_operands.h"
 
@@ -19,7 +20,7 @@ struct GroupedMatmul {
       : threads(threads_for(exec, s.R, s.D * s.N)),
         workspace(memory),
         rows(workspace, s.R, s.E, false, false),
-        products(workspace, threads, std::max(s.D, s.N), std::min(s.N, kTileColumns)) {}
+        products(workspace, threads, std::max({s.D, s.N, s.rank}), std::min(std::max(s.N, s.rank), kTileColumns)) {}
 };
 
 }  // namespace
@@ -35,6 +36,7 @@ ab_status ab_grouped_matmul_workspace(const ab_grouped_matmul_args* args, const 
   AB_RETURN_IF_ERROR(check(args, &s));
   GroupedMatmul op(s, exec, nullptr);
   const ProductOperands operands(op.workspace, *args, s);
+  const ProductAdapter adapter(op.workspace, *args, s, args->y->dtype);
   return report_workspace(op.workspace.size(), bytes);
 }
 
@@ -44,12 +46,15 @@ ab_status ab_grouped_matmul(const ab_grouped_matmul_args* args, const ab_exec* e
   AB_RETURN_IF_ERROR(check(args, &s));
   GroupedMatmul op(s, exec, exec);
   const ProductOperands operands(op.workspace, *args, s);
+  const ProductAdapter adapter(op.workspace, *args, s, args->y->dtype);
   AB_RETURN_IF_ERROR(Products::check(operands.x().dtype, operands.w().dtype));
+  if (s.rank > 0) AB_RETURN_IF_ERROR(Products::check(args->y->dtype, args->y->dtype));
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
   op.rows.fill(op.threads, args->group_sizes, nullptr, nullptr, 0, 0);
   operands.fill(op.threads);
-  multiply_grouped_rows(op.products, op.threads, op.rows,
-                        {operands.x(), operands.w(), matrix_of(args->y, 0, s.N), s.N, s.D});
+  RowProduct product{operands.x(), operands.w(), matrix_of(args->y, 0, s.N), s.N, s.D};
+  product.low_rank = adapter.compute(op.products, op.threads, op.rows);
+  multiply_grouped_rows(op.products, op.threads, op.rows, product);
   return op.products.status();
 }
 

@@ -4,6 +4,7 @@
 #include "anabranch/experts.h"
 #include "core/entry.h"
 #include "experts/check.h"
+#include "experts/cpu/lora.h"
 #include "experts/cpu/phases.h"
 #include "experts/cpu/quantized_operands.h"
 
@@ -17,6 +18,7 @@ struct GroupedMatmulCombine {
   Workspace workspace;
   GroupedRows rows;
   ProductOperands<ab_grouped_matmul_combine_args> operands;
+  ProductAdapter<ab_grouped_matmul_combine_args> adapter;
   Products products;
   ab_tensor y;  // [R, N]
   ab_exec for_sum;
@@ -29,7 +31,8 @@ struct GroupedMatmulCombine {
         workspace(memory),
         rows(workspace, s.R, s.E, true, is_early()),
         operands(workspace, args, s),
-        products(workspace, threads, std::max(s.D, s.N), std::min(s.N, kTileColumns)),
+        adapter(workspace, args, s, s.rows_dtype),
+        products(workspace, threads, std::max({s.D, s.N, s.rank}), std::min(std::max(s.N, s.rank), kTileColumns)),
         y{workspace.take_rows(s.R, s.N, s.rows_dtype), s.rows_dtype, 2, {s.R, s.N}, nullptr},
         for_sum(*exec) {}
 
@@ -55,9 +58,9 @@ struct GroupedMatmulCombine {
   ab_status run() {
     rows.fill(threads, args.group_sizes, args.slot_of_row, is_early() ? args.weights : nullptr, s.T, s.K);
     operands.fill(threads);
-    multiply_grouped_rows(
-        products, threads, rows,
-        {operands.x(), operands.w(), matrix_of(&y, 0, s.N), s.N, s.D, nullptr, args.bias, rows.scale});
+    RowProduct product{operands.x(), operands.w(), matrix_of(&y, 0, s.N), s.N, s.D, nullptr, args.bias, rows.scale};
+    product.low_rank = adapter.compute(products, threads, rows);
+    multiply_grouped_rows(products, threads, rows, product);
     AB_RETURN_IF_ERROR(products.status());
     const ab_combine_args combine = sum();
     return ab_combine(&combine, &for_sum);
@@ -87,6 +90,7 @@ ab_status ab_grouped_matmul_combine(const ab_grouped_matmul_combine_args* args, 
   AB_RETURN_IF_ERROR(check(args, &s));
   GroupedMatmulCombine op(*args, s, exec, exec);
   AB_RETURN_IF_ERROR(Products::check(op.operands.x().dtype, op.operands.w().dtype));
+  if (s.rank > 0) AB_RETURN_IF_ERROR(Products::check(s.rows_dtype, s.rows_dtype));
   AB_RETURN_IF_ERROR(op.take_workspace_of_sum());
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
   return op.run();

@@ -52,6 +52,7 @@ ExpertMatrices matrices_of(const ab_tensor* tensor, bool transposed) {
 
 Matrix ExpertMatrices::expert_matrix(int64_t e, int64_t N, int64_t D) const {
   Matrix m{data, dtype, transposed ? D : N, nullptr, scales};
+  if (shared) return m;
   if (data != nullptr) m.data = static_cast<char*>(data) + e * N * D * dtype_size(dtype);
   if (scales.data != nullptr) m.scales.data += e * (N / kScaleBlock) * (D / kScaleBlock);
   return m;
@@ -72,8 +73,18 @@ const float* bias_row(const ExpertKernels& kernels, const ab_tensor* bias, int64
   return to;
 }
 
+void LowRankProduct::add(Products& products, int thread, int64_t expert, int64_t row, int64_t m, int64_t columns,
+                         int64_t begin, int64_t n, const Matrix& c) const {
+  if (rank == 0) return;
+  const Matrix factor = b.expert_matrix(expert, columns, rank);
+  const RightHandSide rhs{b.transposed ? at(factor, begin, 0) : at(factor, 0, begin), c, true};
+  products.multiply(thread, at(u, row, 0), false, {&rhs, 1}, b.transposed, m, n, rank);
+}
+
 void multiply_grouped_rows(Products& products, int threads, const GroupedRows& rows, const RowProduct& op) {
   const ColumnParts parts(op.N, rows.num_tiles, op.w.column_step());
+  float factors[kTileRows];
+  std::fill_n(factors, kTileRows, op.factor);
   parallel_for(threads, rows.num_tiles * parts.count(), [&](int64_t task, int thread) {
     const RowTile& tile = rows.tiles[task / parts.count()];
     const int64_t part = task % parts.count();
@@ -91,9 +102,10 @@ void multiply_grouped_rows(Products& products, int threads, const GroupedRows& r
       const RightHandSide rhs{op.w.transposed ? at(w, begin, 0) : at(w, 0, begin), {c, AB_FLOAT32, n, nullptr}};
       products.multiply(thread, at(op.x, tile.begin, 0), false, {&rhs, 1}, op.w.transposed, tile.rows, n, op.D,
                         rows.R - tile.begin);
+      op.low_rank.add(products, thread, tile.expert, tile.begin, tile.rows, op.N, begin, n, rhs.c);
       float memory[kTileColumns];
       const float* bias = bias_row(products.kernels(), op.bias, tile.expert, op.N, begin, n, memory);
-      products.kernels().store({c, n, tile.rows, n, tokens}, op.scale == nullptr ? nullptr : op.scale + tile.begin,
+      products.kernels().store({c, n, tile.rows, n, tokens}, op.scale == nullptr ? factors : op.scale + tile.begin,
                                bias, op.bias_scale == nullptr ? nullptr : op.bias_scale + tile.begin, y);
     }
   });
@@ -105,9 +117,45 @@ void IntermediateParts::clear(const Matrix& rows, int64_t row, int64_t begin, in
   if (order.gated && !order.interleaved) clear_rows(up(rows, row, begin), num_rows, columns);
 }
 
+namespace {
+
+// d_w [1, M, N] = the sum of a^T b over all experts, one after the other.
+void sum_weight_gradients(Products& products, int threads, const GroupedRows& rows, const Matrix& a, int64_t M,
+                          const Matrix& b, int64_t N, bool adds, const ab_tensor* d_w) {
+  const int64_t strips = (M + kTileRows - 1) / kTileRows;
+  const ColumnParts parts(N, strips);
+  parallel_for(threads, strips * parts.count(), [&](int64_t task, int thread) {
+    const int64_t row = task / parts.count() * kTileRows;
+    const int64_t m = std::min(kTileRows, M - row);
+    const int64_t end = parts.end(task % parts.count());
+    for (int64_t begin = parts.begin(task % parts.count()); begin < end; begin += kTileColumns) {
+      const int64_t n = std::min(kTileColumns, end - begin);
+      const Matrix to = matrix_of(d_w, row * N + begin, N);
+      const bool direct = to.dtype == AB_FLOAT32;
+      const Matrix sum = direct ? to : Matrix{products.tile(thread), AB_FLOAT32, n, nullptr};
+      bool is_empty = !(direct && adds);
+      for (int64_t e = 0; e < rows.E; ++e) {
+        const RowRange& group = rows.groups[e];
+        if (group.rows == 0) continue;
+        const RightHandSide rhs{at(b, group.begin, begin), sum, !is_empty};
+        products.multiply(thread, at(a, group.begin, row), true, {&rhs, 1}, false, m, n, group.rows);
+        is_empty = false;
+      }
+      if (is_empty) {
+        clear_rows(to, m, n);
+      } else if (!direct) {
+        products.kernels().store({products.tile(thread), n, m, n, nullptr}, nullptr, nullptr, nullptr, to);
+      }
+    }
+  });
+}
+
+}  // namespace
+
 void weight_gradient(Products& products, int threads, const GroupedRows& rows, const Matrix& a, int64_t M,
                      const Matrix& b, int64_t N, bool adds, const ab_tensor* d_w) {
   const int64_t strips = (M + kTileRows - 1) / kTileRows;
+  if (d_w->shape[0] != rows.E) return sum_weight_gradients(products, threads, rows, a, M, b, N, adds, d_w);
   const ColumnParts parts(N, rows.E * strips);
   parallel_for(threads, rows.E * strips * parts.count(), [&](int64_t task, int thread) {
     const int64_t part = task % parts.count();

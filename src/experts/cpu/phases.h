@@ -38,6 +38,7 @@ struct ExpertMatrices {
   int32_t dtype;
   bool transposed;
   BlockScales scales = {};  // of the first expert; e4m3 only
+  bool shared = false;      // a single matrix for all experts
 
   Matrix expert_matrix(int64_t e, int64_t N, int64_t D) const;
 
@@ -46,21 +47,35 @@ struct ExpertMatrices {
 };
 ExpertMatrices matrices_of(const ab_tensor* tensor, bool transposed);
 
-// y[r] = scale[r] x[r] op(W[e]) + bias_scale[r] bias[e] for every row; zero in padding rows. x [R, D], y [R, N].
+// A second product u op(B[e]) that is added to the sums of a product. u [R, rank].
+struct LowRankProduct {
+  Matrix u = {};
+  ExpertMatrices b = {};
+  int64_t rank = 0;  // 0: none
+
+  // Adds columns begin..begin+n of the product, for the first m rows from row `row` on, to c.
+  void add(Products& products, int thread, int64_t expert, int64_t row, int64_t m, int64_t columns, int64_t begin,
+           int64_t n, const Matrix& c) const;
+};
+
+// y[r] = scale[r] (x[r] op(W[e]) + low_rank) + bias_scale[r] bias[e] for every row; zero in padding rows. x [R, D], y
+// [R, N].
 struct RowProduct {
   Matrix x;
   ExpertMatrices w;
   Matrix y;
   int64_t N;
   int64_t D;
-  const float* scale = nullptr;     // nullptr: 1
+  const float* scale = nullptr;     // nullptr: factor
   const ab_tensor* bias = nullptr;  // [E, N]
   const float* bias_scale = nullptr;
+  LowRankProduct low_rank = {};
+  float factor = 1.0f;  // scale of all rows
 };
 void multiply_grouped_rows(Products& products, int threads, const GroupedRows& rows, const RowProduct& op);
 
-// d_w[e] = a^T b over the rows of expert e; zero without rows. a [R, M], b [R, N], d_w [E, M, N]. adds: adds to d_w,
-// which must be float32.
+// d_w[e] = a^T b over the rows of expert e; zero without rows. a [R, M], b [R, N], d_w [E, M, N]; or [1, M, N], the sum
+// over the experts in ascending order. adds: adds to d_w, which must be float32.
 void weight_gradient(Products& products, int threads, const GroupedRows& rows, const Matrix& a, int64_t M,
                      const Matrix& b, int64_t N, bool adds, const ab_tensor* d_w);
 

@@ -1,0 +1,93 @@
+#include "experts/cpu/lora.h"
+
+#include "core/dtype.h"
+#include "core/threads.h"
+
+namespace anabranch {
+namespace {
+
+// Copies row (e, m) of a factor [E or 1, M, N] or [E or 1, M, P, F] through its strides, P inside F if interleaved.
+template <class From, class To>
+void copy_row(const ab_tensor& from, int64_t e, int64_t m, bool interleaved, To* to) {
+  const int64_t P = from.rank == 4 ? from.shape[2] : 1;
+  const int64_t F = from.shape[from.rank - 1];
+  const int64_t p_stride = from.rank == 4 ? stride_of(from, 2) : 0;
+  const int64_t f_stride = stride_of(from, from.rank - 1);
+  const From* row = data<const From>(&from) + e * stride_of(from, 0) + m * stride_of(from, 1);
+  for (int64_t p = 0; p < P; ++p) {
+    To* part = to + (interleaved ? p : p * F);
+    const int64_t step = interleaved ? P : 1;
+    for (int64_t f = 0; f < F; ++f) part[f * step] = from_float<To>(to_float(row[p * p_stride + f * f_stride]));
+  }
+}
+
+int64_t columns_of(const ab_tensor& factor) {
+  return factor.rank == 4 ? factor.shape[2] * factor.shape[3] : factor.shape[2];
+}
+
+}  // namespace
+
+Factor::Factor(Workspace& workspace, const ab_tensor* tensor, int32_t dtype, int64_t E, bool interleaved)
+    : dtype_(dtype), interleaved_(interleaved) {
+  if (tensor == nullptr) return;
+  shared_ = tensor->shape[0] == 1 && E != 1;
+  if (tensor->dtype == dtype && is_contiguous(*tensor) && !interleaved) {
+    data_ = tensor->data;
+    return;
+  }
+  from_ = tensor;
+  data_ = workspace.take_rows(tensor->shape[0] * tensor->shape[1], columns_of(*tensor), dtype);
+}
+
+void Factor::fill(int threads) const {
+  if (from_ == nullptr) return;
+  const int64_t M = from_->shape[1];
+  const int64_t N = columns_of(*from_);
+  parallel_for(threads, from_->shape[0] * M, [&](int64_t row, int) {
+    with_float_type(from_->dtype, [&]<class From>(From) {
+      with_float_type(dtype_, [&]<class To>(To) {
+        copy_row<From>(*from_, row / M, row % M, interleaved_, static_cast<To*>(data_) + row * N);
+      });
+    });
+  });
+}
+
+void multiply_low_rank(Products& products, int threads, const GroupedRows& rows, const Matrix& x, int64_t D,
+                       const ExpertMatrices& a, float factor, const Matrix& u, int64_t rank) {
+  RowProduct product{x, a, u, rank, D};
+  product.factor = factor;
+  multiply_grouped_rows(products, threads, rows, product);
+}
+
+Matrix take_low_rank_rows(Workspace& workspace, const ab_tensor* tensor, bool needed, int64_t R, int64_t rank,
+                          int32_t dtype) {
+  if (tensor != nullptr) return matrix_of(tensor, 0, rank);
+  return {workspace.take_rows(needed ? R : 0, rank, dtype), dtype, rank, nullptr};
+}
+
+InterleavedGradient::InterleavedGradient(Workspace& workspace, const ab_tensor* gradient, bool needed)
+    : gradient_(gradient), interleaved_{} {
+  if (!needed) return;
+  const int64_t* shape = gradient->shape;
+  void* memory = workspace.take_rows(shape[0] * shape[1], columns_of(*gradient), AB_FLOAT32);
+  interleaved_ = {memory, AB_FLOAT32, 3, {shape[0], shape[1], columns_of(*gradient)}, nullptr};
+}
+
+void InterleavedGradient::store(int threads, bool adds) const {
+  const int64_t P = gradient_->shape[2];
+  const int64_t F = gradient_->shape[3];
+  parallel_for(threads, gradient_->shape[0] * gradient_->shape[1], [&](int64_t row, int) {
+    const float* from = data<const float>(&interleaved_) + row * P * F;
+    with_float_type(gradient_->dtype, [&]<class T>(T) {
+      T* to = data<T>(gradient_) + row * P * F;
+      for (int64_t p = 0; p < P; ++p) {
+        for (int64_t f = 0; f < F; ++f) {
+          const float before = adds ? to_float(to[p * F + f]) : 0.0f;
+          to[p * F + f] = from_float<T>(before + from[f * P + p]);
+        }
+      }
+    });
+  });
+}
+
+}  // namespace anabranch

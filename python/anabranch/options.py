@@ -16,6 +16,7 @@ from anabranch import checks
 from anabranch._text import shown
 from anabranch.activation import Activation, as_activation
 from anabranch.layouts import IN_LAYOUTS, OURS, OUT_LAYOUTS, Layouts
+from anabranch.lora import Lora, check_scales
 from anabranch.precision import FP8, HIGHEST, check_fp8, precision_number
 
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrtsoftplus")
@@ -51,6 +52,7 @@ class ExpertsKeywords(NetworkKeywords, total=False):
 
     w_in_layout: str
     w_out_layout: str
+    lora_scale: float | tuple[float, float]
 
 
 class RoutedKeywords(ExpertsKeywords, total=False):
@@ -226,6 +228,8 @@ class ExpertsConfig:
     """A number of `anabranch.precision.NUMBERS`."""
     fp8_scales: int = 0
     """A number of `anabranch.precision.FP8_SCALES`."""
+    lora_scales: tuple[float, float] = (0.0, 0.0)
+    """(s_in, s_out); 0 for a projection without an adapter."""
 
     @property
     def fp8(self) -> bool:
@@ -247,6 +251,7 @@ class ExpertsConfig:
             *self.layouts,
             self.precision,
             self.fp8_scales,
+            *self.lora_scales,
         )
 
 
@@ -262,6 +267,8 @@ class Network(NamedTuple):
     w_out_layout: str
     precision: int
     fp8_scales: int
+    lora_scale_in: float
+    lora_scale_out: float
 
     def attributes(self) -> dict[str, Any]:
         """The options that the C library's feed-forward network takes in both passes."""
@@ -317,13 +324,18 @@ class ExpertsOptions:
         'with "fp8", the scale of a block: "float32" is its largest absolute value / 448, "power_of_two" is that value '
         "rounded up to a power of two.",
     )
+    lora_scale: float | tuple[float, float] = _option(
+        1.0,
+        "with `lora`, the finite number s that multiplies A B, or one for w_in and one for w_out. It has no gradient.",
+    )
 
-    def experts(self, parts: int, topk: int) -> ExpertsConfig:
+    def experts(self, parts: int, topk: int, lora: Lora | None = None) -> ExpertsConfig:
         """Checks the options of the experts.
 
         Args:
           parts: P of w_in, 2 (gate and up) or 1.
           topk: K where x holds tokens, 0 where it holds rows.
+          lora: the checked factors of the adapters.
         """
         precision = precision_number(self.precision)
         return ExpertsConfig(
@@ -333,6 +345,7 @@ class ExpertsOptions:
             self.layouts(),
             precision,
             check_fp8(precision, self.fp8_scales),
+            check_scales(self.lora_scale, lora),
         )
 
     def layouts(self) -> Layouts:

@@ -1,0 +1,117 @@
+"""Low-rank adapters (LoRA) of the experts: what both front ends share.
+
+Sizes: E experts, D model width, F expert width, P parts of w_in, r and q ranks.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from anabranch import checks
+
+PROJECTIONS = ("in", "out")
+
+
+class Lora(NamedTuple):
+    """The factors of the experts' adapters: W_in + s_in A_in B_in and W_out + s_out A_out B_out for each expert.
+
+    Each projection has both factors or neither. A first dimension of 1 in place of E is one factor for all experts;
+    each factor decides for itself. Factors have the dtype of x or float32. Axes are in this order whatever the layouts
+    of w_in and w_out. Source: semantics, section 12.
+
+    Attributes:
+      a_in: [E or 1, D, r], or None.
+      b_in: [E or 1, r, P, F], or None.
+      a_out: [E or 1, F, q], or None.
+      b_out: [E or 1, q, D], or None.
+    """
+
+    a_in: Any = None
+    b_in: Any = None
+    a_out: Any = None
+    b_out: Any = None
+
+
+#: The names of the factors as operands of the layer and in the C library.
+NAMES = tuple(f"lora_{name}" for name in Lora._fields)
+
+
+def check_scales(value: Any, lora: Lora | None) -> tuple[float, float]:
+    """Checks the argument lora_scale: (s_in, s_out), 0 for a projection without an adapter."""
+    pair = isinstance(value, (tuple, list))
+    if pair and len(value) != 2:
+        raise ValueError(f"lora_scale: got {len(value)} numbers, expected one, or two (of w_in and of w_out)")
+    s_in, s_out = (checks.number("lora_scale", scale) for scale in (value if pair else (value, value)))
+    if lora is None:
+        return 0.0, 0.0
+    return s_in if lora.a_in is not None else 0.0, s_out if lora.a_out is not None else 0.0
+
+
+def check_pair(
+    check: Callable[[str, Any, Sequence[Any], Sequence[Any]], Any],
+    dtypes: Sequence[Any],
+    names: tuple[str, str],
+    factors: tuple[Any, Any],
+    num_experts: int,
+    inputs: tuple[str, int],
+    outputs: Sequence[tuple[str, int]],
+) -> tuple[Any, Any]:
+    """Checks the two factors of an adapter.
+
+    Args:
+      check: the front end's check of an array: (name, value, dtypes, shape) -> array.
+      dtypes: the dtype of x and float32.
+      names: of the factors in messages.
+      factors: (A, B); both None: there is no adapter.
+      num_experts: E.
+      inputs: the axis that A contracts, a name and a size.
+      outputs: the axes of the result of B.
+
+    Returns:
+      The checked factors, or (None, None).
+    """
+    a, b = factors
+    if a is None and b is None:
+        return None, None
+    for name, factor, other in (names[0], a, names[1]), (names[1], b, names[0]):
+        if factor is None:
+            raise ValueError(f"{name}: got None, expected a factor, since {other} is given")
+    a = check(names[0], a, dtypes, ("E or 1", inputs, "r"))
+    if a.shape[2] < 1:
+        raise ValueError(f"{names[0]}: got {checks.describe(a)}, expected a rank of at least 1")
+    b = check(names[1], b, dtypes, ("E or 1", ("r", a.shape[2]), *outputs))
+    for name, factor in zip(names, (a, b), strict=True):
+        if factor.shape[0] not in (1, num_experts):
+            raise ValueError(
+                f"{name}: got {checks.describe(factor)}, expected a first dimension of {num_experts} (experts), or of "
+                "1 for a factor that all experts share"
+            )
+    return a, b
+
+
+def check_lora(
+    check: Callable[[str, Any, Sequence[Any], Sequence[Any]], Any],
+    dtypes: Sequence[Any],
+    lora: Any,
+    sizes: tuple[int, int, int, int],
+) -> Lora | None:
+    """Checks the argument lora against the sizes (E, D, P, F). check, dtypes: see `check_pair`.
+
+    Returns:
+      The checked factors; None if there are none.
+    """
+    if lora is None:
+        return None
+    if not isinstance(lora, Lora):
+        raise TypeError(f"lora: got {checks.describe(lora)}, expected a Lora")
+    E, D, P, F = sizes
+    names = tuple(f"lora.{name}" for name in Lora._fields)
+    into, out_of, width = ("D", D), (("P", P), ("F", F)), ("F", F)
+    a_in, b_in = check_pair(check, dtypes, (names[0], names[1]), (lora.a_in, lora.b_in), E, into, out_of)
+    a_out, b_out = check_pair(check, dtypes, (names[2], names[3]), (lora.a_out, lora.b_out), E, width, (into,))
+    checked = Lora(a_in, b_in, a_out, b_out)
+    return None if a_in is None and a_out is None else checked
+
+
+def operand_fields(lora: Lora | None) -> dict[str, Any]:
+    """The factors by the names of the layer's operands; empty without adapters."""
+    return {} if lora is None else dict(zip(NAMES, lora, strict=True))

@@ -49,12 +49,7 @@ def _rounded(array, dtype):
 
 
 def adapter(a, b, scale, shape, dtype=None, names=("lora.a", "lora.b")):
-    """The `Adapter` of matrices of this shape, [E, C, N] or [E, C, P, F]; None if there are no factors.
-
-    names: of the factors, for messages.
-    """
-    if a is None and b is None:
-        return None
+    """The `Adapter` of matrices of this shape, [E, C, N] or [E, C, P, F]. names: of the factors, for messages."""
     E, C, *columns = shape
     shapes = [None if factor is None else np.shape(factor) for factor in (a, b)]
     ranks = [shape[axis] for shape, axis in zip(shapes, (-1, 1), strict=True) if shape is not None and len(shape) > 2]
@@ -75,12 +70,13 @@ def adapters(lora, lora_scale, w_in_shape, dtype=None):
     w_in_shape: [E, D, P, F]. dtype: as in `Adapter`.
     """
     E, D, _, F = w_in_shape
-    s_in, s_out = lora_scale if isinstance(lora_scale, (tuple, list)) else (lora_scale, lora_scale)
+    scales = lora_scale if isinstance(lora_scale, (tuple, list)) else (lora_scale, lora_scale)
     lora = Lora() if lora is None else Lora(*lora)
-    return (
-        adapter(lora.a_in, lora.b_in, s_in, w_in_shape, dtype, ("lora.a_in", "lora.b_in")),
-        adapter(lora.a_out, lora.b_out, s_out, (E, F, D), dtype, ("lora.a_out", "lora.b_out")),
-    )
+    pairs = zip(("in", "out"), (lora[:2], lora[2:]), scales, (w_in_shape, (E, F, D)), strict=True)
+    return [
+        None if a is None and b is None else adapter(a, b, s, shape, dtype, (f"lora.a_{name}", f"lora.b_{name}"))
+        for name, (a, b), s, shape in pairs
+    ]
 
 
 def low_rank(x, adapter, group_sizes):

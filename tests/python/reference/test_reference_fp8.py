@@ -78,6 +78,17 @@ def test_powers_of_two_round_up_and_what_is_not_finite_makes_its_block_nan():
 SIZES, R = np.array([3, 0, 4]), 9  # an expert without rows; two rows past the groups
 
 
+def rounded(array):
+    return np.asarray(array).astype(ml_dtypes.bfloat16).astype(np.float64)
+
+
+def adapters(parts=2, D=256, F=128):
+    """The options of LoRA; experts share B_out."""
+    shapes = {"a_in": (3, D, 5), "b_in": (3, 5, parts, F), "a_out": (3, F, 2), "b_out": (1, 2, D)}
+    lora = Lora(**{name: normal(*shape, seed=40 + i) / 8 for i, (name, shape) in enumerate(shapes.items())})
+    return dict(lora=lora, lora_scale=(0.75, -1.5), lora_dtype=ml_dtypes.bfloat16)
+
+
 def network(parts=2, D=256, F=128):
     E = len(SIZES)
     shapes = {"rows": (R, D), "w_in": (E, D, parts, F), "w_out": (E, F, D), "b_in": (E, parts, F), "b_out": (E, D)}
@@ -94,9 +105,18 @@ def test_grouped_matmul_multiplies_quantised_operands():
     equal(d_x, grouped_matmul_backward(q_d_y, x, q_w, SIZES)[0])
     equal(d_w, grouped_matmul_backward(d_y, x, w, SIZES)[1])
 
-
-def rounded(array):
-    return np.asarray(array).astype(ml_dtypes.bfloat16).astype(np.float64)
+    a, b = normal(3, 256, 5, seed=3) / 16, normal(1, 5, 384, seed=4)
+    how = dict(lora=(a, b), lora_scale=0.5, lora_dtype=ml_dtypes.bfloat16)
+    a, b = rounded(a), np.repeat(rounded(b), 3, 0)
+    u = rounded(0.5 * grouped_matmul(x, a, SIZES))
+    v = rounded(0.5 * grouped_matmul(d_y, b.swapaxes(1, 2), SIZES))
+    y = grouped_matmul(q_x, q_w, SIZES) + grouped_matmul(u, b, SIZES)
+    equal(grouped_matmul(x, w, SIZES, "float32", **how), y)
+    found = grouped_matmul_backward(d_y, x, w, SIZES, "float32", **how)
+    equal(found[0], d_x + grouped_matmul(v, a.swapaxes(1, 2), SIZES))
+    equal(found[1], d_w)
+    equal(found[2][0], grouped_matmul_backward(v, x, a, SIZES)[1])
+    equal(found[2][1], grouped_matmul_backward(d_y, u, b, SIZES)[1].sum(0, keepdims=True))
 
 
 @pytest.mark.parametrize("weight_early", [False, True])
@@ -104,10 +124,8 @@ def rounded(array):
 def test_experts_are_the_formulas_row_by_row(parts, sent, weight_early):
     """With adapters, whose operands are rounded to bfloat16 and never quantised."""
     arrays, d_y = network(parts=parts)
-    shapes = {"a_in": (3, 256, 5), "b_in": (3, 5, parts, 128), "a_out": (3, 128, 2), "b_out": (1, 2, 256)}
-    lora = Lora(**{name: normal(*shape, seed=40 + i) / 8 for i, (name, shape) in enumerate(shapes.items())})
-    options = dict(group_sizes=SIZES, activation="silu", fp8_scales="power_of_two", sent_dtype=sent)
-    options |= dict(lora=lora, lora_scale=(0.75, -1.5), lora_dtype=ml_dtypes.bfloat16)
+    options = dict(group_sizes=SIZES, activation="silu", fp8_scales="power_of_two", sent_dtype=sent) | adapters(parts)
+    lora = options["lora"]
     y = expert_ffn(**arrays, **options, weight_early=weight_early)
     found = expert_ffn_backward(d_y, **arrays, **options)
     d_lora = Lora(*(np.zeros(factor.shape) for factor in lora))
@@ -154,9 +172,9 @@ def test_experts_are_the_formulas_row_by_row(parts, sent, weight_early):
 
 
 def test_the_layer_runs_its_experts_on_quantised_operands():
-    """With padding rows, which may be NaN; a row's experts are checked above."""
+    """With adapters, an FP8 exchange, and padding rows, which may be NaN; a row's experts are checked above."""
     arrays, _ = network()
-    T, K, fp8 = 6, 2, {"fp8_scales": "float32"}
+    T, K, fp8 = 6, 2, {"fp8_scales": "float32", "sent_dtype": ml_dtypes.bfloat16} | adapters()
     x, d_out, gate = normal(T, 256, seed=30), normal(T, 256, seed=31), normal(256, 3, seed=33)
     matrices = [arrays[name] for name in ("w_in", "w_out")]
     whole = moe(x, gate, *matrices, topk=K, **fp8)
@@ -176,5 +194,10 @@ def test_the_layer_runs_its_experts_on_quantised_operands():
     of_layer = moe_backward(x, gate, *matrices, d_out, topk=K, **fp8)
     for name in ("w_in", "w_out", "weights"):
         equal(of_layer[name], of_experts[name])
-    for name, gradient in (("w_in", by_row.d_w_in), ("w_out", by_row.d_w_out)):
-        np.testing.assert_allclose(of_experts[name], gradient, rtol=1e-12, atol=1e-12)
+    adapter_gradients = (of_layer["lora"], of_experts["lora"], by_row.d_lora)
+    pairs = [(of_experts["w_in"], by_row.d_w_in), (of_experts["w_out"], by_row.d_w_out)]
+    for by_layer, by_experts, gradient in zip(*adapter_gradients, strict=True):
+        equal(by_layer, by_experts)
+        pairs.append((by_experts, gradient))
+    for got, gradient in pairs:
+        np.testing.assert_allclose(got, gradient, rtol=1e-12, atol=1e-12)

@@ -171,6 +171,11 @@ BAD = [
 ]
 
 
+def test_a_grouped_gemm_needs_both_factors():
+    with pytest.raises(ValueError, match=r"lora.a: got None, expected \[4 or 1, 5, 2\]"):
+        grouped_matmul(normal(8, D), normal(E, D, F), np.zeros(E, int), lora=(None, normal(E, 2, F)))
+
+
 @pytest.mark.parametrize("change, scale, error, message", BAD)
 def test_wrong_factors_are_errors_that_name_them(change, scale, error, message):
     with pytest.raises(error, match=message):

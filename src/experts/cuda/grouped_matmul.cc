@@ -7,6 +7,7 @@
 #include "experts/check.h"
 #include "experts/cuda/convert.h"
 #include "experts/cuda/fp8_product.h"
+#include "experts/cuda/no_lora.h"
 #include "experts/cuda/ops/workspace_sizes.h"
 #include "experts/cuda/path.h"
 #include "experts/cuda/phases.h"
@@ -92,6 +93,7 @@ ab_status ab_cuda_grouped_matmul_workspace(const ab_grouped_matmul_args* args, c
   AB_ENTER_QUERY(args, exec, bytes);
   GroupedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
+  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
   return report_workspace(cuda::Fp8Product(*args, s, nullptr).workspace.size(), bytes);
 }
 
@@ -99,6 +101,7 @@ ab_status ab_cuda_grouped_matmul(const ab_grouped_matmul_args* args, const ab_ex
   AB_ENTER(args, exec);
   GroupedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
+  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
   const cuda::Fp8Product fp8(*args, s, exec);
   AB_RETURN_IF_ERROR(check_workspace(exec, fp8.workspace.size()));
   cuda::Device device;
@@ -114,6 +117,7 @@ ab_status ab_cuda_grouped_matmul_dw_workspace(const ab_grouped_matmul_dw_args* a
   AB_ENTER_QUERY(args, exec, bytes);
   GroupedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
+  AB_RETURN_IF_ERROR(cuda::refuse_shared_gradient(*args->d_w, s.E));
   return report_workspace(cuda::GroupedMatmulDw(*args, s, nullptr).workspace.size(), bytes);
 }
 
@@ -121,6 +125,7 @@ ab_status ab_cuda_grouped_matmul_dw(const ab_grouped_matmul_dw_args* args, const
   AB_ENTER(args, exec);
   GroupedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
+  AB_RETURN_IF_ERROR(cuda::refuse_shared_gradient(*args->d_w, s.E));
   const cuda::GroupedMatmulDw op(*args, s, exec);
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
   cuda::Device device;

@@ -3,7 +3,7 @@
 Sizes: E experts, D model width, F expert width, P parts of w_in, r and q ranks.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from anabranch import checks
@@ -92,9 +92,9 @@ def check_lora(
     check: Callable[[str, Any, Sequence[Any], Sequence[Any]], Any],
     dtypes: Sequence[Any],
     lora: Any,
-    sizes: tuple[int, int, int, int],
+    sizes: Mapping[str, int],
 ) -> Lora | None:
-    """Checks the argument lora against the sizes (E, D, P, F). check, dtypes: see `check_pair`.
+    """Checks the argument lora against the sizes "e", "d", "p" and "f". check, dtypes: see `check_pair`.
 
     Returns:
       The checked factors; None if there are none.
@@ -103,7 +103,7 @@ def check_lora(
         return None
     if not isinstance(lora, Lora):
         raise TypeError(f"lora: got {checks.describe(lora)}, expected a Lora")
-    E, D, P, F = sizes
+    E, D, P, F = (sizes[axis] for axis in "edpf")
     names = tuple(f"lora.{name}" for name in Lora._fields)
     into, out_of, width = ("D", D), (("P", P), ("F", F)), ("F", F)
     a_in, b_in = check_pair(check, dtypes, (names[0], names[1]), (lora.a_in, lora.b_in), E, into, out_of)

@@ -39,9 +39,11 @@ from anabranch.jax.te.router import (
     fused_compute_score_for_moe_aux_loss,
     fused_topk_with_score_function,
 )
+from anabranch.lora import Lora
 
 __all__ = [
     "Activation",
+    "Lora",
     "MoEOutput",
     "Parallel",
     "Plan",

@@ -7,7 +7,7 @@ import pytest
 from expert_cases import Network, assert_matches_oracle, network, random_array
 
 from anabranch.activation import Activation
-from anabranch.jax.ops.ffn import FfnConfig, FfnOperands, ffn_backward, ffn_forward
+from anabranch.jax.ops.ffn import DOWN, UP, FfnConfig, FfnOperands, ffn_backward, ffn_forward
 from anabranch.reference import dispatch
 
 pytestmark = pytest.mark.usefixtures("platform")
@@ -36,8 +36,8 @@ def check(rng, plan, num_tokens, num_experts, topk, *, dtype="float32", d_dtype=
 
     @jax.jit
     def both(operands, d_out):
-        y, h = ffn_forward(config, operands, save_h=True)
-        return y, h, ffn_backward(config, operands, h, d_out)
+        y, saved = ffn_forward(config, operands, save=True)
+        return y, saved.h, ffn_backward(config, operands, saved, d_out, ("x", "weights", *UP, *DOWN))
 
     y, h, gradients = both(operands, d_out)
     assert h.shape == (len(slots), parts, expert_width) and h.dtype == x.dtype
@@ -47,19 +47,16 @@ def check(rng, plan, num_tokens, num_experts, topk, *, dtype="float32", d_dtype=
         x[token], net.w_in, net.w_out, plan.group_sizes, net.b_in, net.b_out, jnp.asarray(row_weights), d_out[token]
     )
     got = dict(
-        rows=gradients.rows,
-        w_in=gradients.up.w,
-        w_out=gradients.down.w,
-        b_in=gradients.up.b,
-        b_out=gradients.down.b,
-        weights=jnp.where(real, gradients.weights.reshape(-1)[np.where(real, slots, 0)], 0.0),
+        rows=gradients["x"],
+        **{name: gradients[name] for name in ("w_in", "w_out", "b_in", "b_out")},
+        weights=jnp.where(real, gradients["weights"].reshape(-1)[np.where(real, slots, 0)], 0.0),
     )
     assert_matches_oracle(rows, "gelu", y, got, slots)
     for name in ("y", "rows"):
-        padding = np.asarray({"y": y, "rows": gradients.rows}[name])[~real]
+        padding = np.asarray({"y": y, "rows": gradients["x"]}[name])[~real]
         assert not padding.astype(np.float64).any(), name
     assert not np.asarray(h)[~real].astype(np.float64).any()
-    without_row = np.delete(np.asarray(gradients.weights).reshape(-1), slots[real])
+    without_row = np.delete(np.asarray(gradients["weights"]).reshape(-1), slots[real])
     assert not without_row.any()
 
 
@@ -113,9 +110,9 @@ def test_late_weights_elsewhere_give_the_same_gradients():
     )
     config = FfnConfig(topk=2)
     weighted = operands._replace(weights=weights)
-    y, h = ffn_forward(config, operands, save_h=True)
-    weighted_y, same_h = ffn_forward(config, weighted, save_h=True)
-    np.testing.assert_array_equal(np.asarray(h), np.asarray(same_h))
+    y, saved = ffn_forward(config, operands, save=True)
+    weighted_y, same = ffn_forward(config, weighted, save=True)
+    np.testing.assert_array_equal(np.asarray(saved.h), np.asarray(same.h))
     slots = np.asarray(plan.slot_of_row)
     w = np.where(slots >= 0, np.asarray(weights).reshape(-1)[np.maximum(slots, 0)], 0.0)
     np.testing.assert_allclose(np.asarray(weighted_y), w[:, None] * np.asarray(y), rtol=1e-5, atol=1e-6)

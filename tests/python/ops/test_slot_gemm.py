@@ -8,17 +8,21 @@ from expert_cases import network, random_array
 
 from anabranch.jax.ops.dispatch import gather_sum
 from anabranch.jax.ops.ffn import (
+    DOWN,
+    UP,
     FfnConfig,
     FfnOperands,
+    down_gradients,
     ffn_backward,
     ffn_backward_by_slot,
     ffn_forward,
     ffn_forward_by_slot,
     rows_gradient,
-    w_in_gradient,
-    w_out_gradient,
+    up_gradients,
 )
 from anabranch.reference import dispatch
+
+WANTED = ("x", "weights", *UP, *DOWN)
 
 pytestmark = pytest.mark.usefixtures("platform")
 
@@ -63,23 +67,24 @@ def test_fused_rules_have_the_bits_of_the_rules_on_rows(
 
     @jax.jit
     def by_rows(forward, operands, d_out):
-        y, h = ffn_forward(config, forward, save_h=True)
-        gradients = ffn_backward(config, operands, h, d_out)
+        y, saved = ffn_forward(config, forward, save=True)
+        gradients = ffn_backward(config, operands, saved, d_out, WANTED)
         out = gather_sum(y, row_of_slot, late, y.dtype)
-        d_x = gather_sum(gradients.rows, row_of_slot, None, dtype, addend)
-        return out, h[:taken], d_x, gradients.up, gradients.down, gradients.weights
+        d_x = gather_sum(gradients.pop("x"), row_of_slot, None, dtype, addend)
+        return out, saved.h[:taken], d_x, gradients
 
     @jax.jit
     def by_slot(forward, operands, d_out):
-        y, h = ffn_forward_by_slot(config, forward, save_h=True)
+        y, (h, u) = ffn_forward_by_slot(config, forward, save=True)
         first = dtype if w_out_comes_first else None
-        intermediate = ffn_backward_by_slot(config, operands, h.at[taken:].set(jnp.nan), d_out, first)
+        intermediate = ffn_backward_by_slot(config, operands, h.at[taken:].set(jnp.nan), d_out, WANTED, first)
         out = y.sum(row_of_slot, late, y.x.dtype)
-        d_x = rows_gradient(config, operands, intermediate.dh).sum(row_of_slot, None, dtype, addend)
-        up, down = w_in_gradient(config, operands, intermediate.dh, dtype), intermediate.down
-        if down is None:
-            down = w_out_gradient(config, operands, intermediate.weighted_a.at[taken:].set(jnp.nan), d_out, dtype)
-        return out, h[:taken], d_x, up, down, intermediate.weights
+        d_x = rows_gradient(config, operands, intermediate).sum(row_of_slot, None, dtype, addend)
+        gradients = up_gradients(config, operands, intermediate, u, WANTED, dtype) | intermediate.parameters
+        if not w_out_comes_first:
+            undefined = intermediate._replace(weighted_a=intermediate.weighted_a.at[taken:].set(jnp.nan))
+            gradients |= down_gradients(config, operands, undefined, d_out, WANTED, dtype)
+        return out, h[:taken], d_x, gradients | {"weights": intermediate.weights}
 
     jax.tree.map(assert_same, by_slot(forward, operands, d_out), by_rows(forward, operands, d_out))
 
@@ -94,7 +99,7 @@ def test_vmap_of_the_sums():
         operands = FfnOperands(
             x, jnp.asarray(plan.slot_of_row), jnp.asarray(plan.group_sizes), net.w_in, net.w_out, None, None, None
         )
-        return ffn_forward_by_slot(config, operands, save_h=False)[0].sum(jnp.asarray(plan.row_of_slot), None, x.dtype)
+        return ffn_forward_by_slot(config, operands, save=False)[0].sum(jnp.asarray(plan.row_of_slot), None, x.dtype)
 
     batch = random_array(rng, (3, T, D), "float32")
     assert_same(jax.vmap(out)(batch), jnp.stack([out(x) for x in batch]))

@@ -14,7 +14,7 @@ import anabranch.jax as ab
 from anabranch.jax.linen import MoEBlock
 from anabranch.jax.nnx import MoE
 from anabranch.jax.ops.experts import grouped_gemm, grouped_weight_gradient
-from anabranch.jax.ops.ffn import FfnConfig, FfnOperands, SlotGemm, ffn_backward, ffn_forward
+from anabranch.jax.ops.ffn import FfnConfig, FfnOperands, Saved, SlotGemm, ffn_backward, ffn_forward
 
 T, E, K, D, F, R = 6, 3, 2, 4, 5, 9
 SIZES, EXPERTS = np.array([4, 0, 3], np.int32), np.arange(T * K, dtype=np.int32).reshape(T, K) % E
@@ -202,11 +202,11 @@ OPERANDS = FfnOperands(ones(R, D), None, jnp.asarray(SIZES), *MATRICES, None, No
 
 
 def wrong_forward():
-    return ffn_forward(FfnConfig(precision=7), OPERANDS, save_h=False)[0]
+    return ffn_forward(FfnConfig(precision=7), OPERANDS, save=False)[0]
 
 
 def wrong_backward():
-    return ffn_backward(FfnConfig(precision=7), OPERANDS, ones(R, 2, F), ones(R, D)).rows
+    return ffn_backward(FfnConfig(precision=7), OPERANDS, Saved(ones(R, 2, F)), ones(R, D), ["x"])["x"]
 
 
 @pytest.mark.parametrize(

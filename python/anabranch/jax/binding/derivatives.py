@@ -5,6 +5,7 @@ Reverse mode transposes it. `jax.jvp`, `jax.jacfwd` and the function that `jax.l
 with vmap, which raises.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -48,13 +49,27 @@ mlir.register_lowering(_operand, lambda _, value, *, name: [value])
 batching.primitive_batchers[_operand] = lambda values, axes, *, name: (_operand.bind(*values, name=name), *axes)
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Needed:
+    """Which operands need a gradient; part of the structure of the residuals, so it is known while JAX traces."""
+
+    operands: tuple[Any, ...]
+
+
+def _as_array(cotangent: Any) -> Any:
+    """A cotangent of a rule with symbolic zeros as an array; that of an integer stays as it is."""
+    is_zero = isinstance(cotangent, jax.custom_derivatives.SymbolicZero) and cotangent.dtype != jax.dtypes.float0
+    return jnp.zeros(cotangent.shape, cotangent.dtype) if is_zero else cotangent
+
+
 class ReverseMode:
     """`jax.custom_vjp` of a function of positional arguments that refuses forward-mode derivatives."""
 
     def __init__(self, function: Callable[..., Any], name: str, nondiff_argnums: tuple[int, ...]):
         functools.update_wrapper(self, function)
-        self._name = name
-        rule = jax.custom_vjp(function, nondiff_argnums=nondiff_argnums)
+        self._name, self._nondiff_argnums = name, nondiff_argnums
+        self._rule = rule = jax.custom_vjp(function, nondiff_argnums=nondiff_argnums)
         self.defvjp = rule.defvjp
 
         def run(*arguments: Any) -> Any:
@@ -63,6 +78,28 @@ class ReverseMode:
 
         run.__name__ = run.__qualname__ = name  # the program's name
         self._run = compiled(nondiff_argnums)(run)
+
+    def define_gradients(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
+        """Like `defvjp`, for a backward rule that computes only the gradients that are needed.
+
+        backward(*options, needed, residuals, cotangents): `needed` has the structure of the operands, with a bool for
+        each array: whether the derivative with respect to it is not known to be zero. Its gradient is ignored
+        otherwise, and may be None.
+        """
+        options = len(self._nondiff_argnums)
+
+        def forward_rule(*arguments: Any) -> Any:
+            primals = arguments[options:]
+            values = (jax.tree.map(lambda primal: primal.value, tree) for tree in primals)
+            needed = tuple(jax.tree.map(lambda primal: bool(primal.perturbed), tree) for tree in primals)
+            results, residuals = forward(*arguments[:options], *values)
+            return results, (_Needed(needed), residuals)
+
+        def backward_rule(*arguments: Any) -> Any:
+            given, (needed, residuals), cotangents = arguments[:options], arguments[-2], arguments[-1]
+            return backward(*given, *needed.operands, residuals, jax.tree.map(_as_array, cotangents))
+
+        self._rule.defvjp(forward_rule, backward_rule, symbolic_zeros=True)
 
     def __call__(self, *arguments: Any) -> Any:
         """The function's results."""

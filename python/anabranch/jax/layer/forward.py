@@ -7,6 +7,7 @@ over all tokens that the rules return.
 
 import dataclasses
 import math
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -14,7 +15,7 @@ import jax
 from anabranch.jax.binding.arrays import flat
 from anabranch.jax.binding.sharding import TokenCall
 from anabranch.jax.layer.gate import GateResiduals, gate_residuals, select, select_backward
-from anabranch.jax.layer.names import named_h, named_logits, named_routing
+from anabranch.jax.layer.names import named_h, named_logits, named_routing, named_u
 from anabranch.jax.layer.operands import (
     DIFFERENTIABLE,
     TOKEN_RESULTS,
@@ -34,7 +35,7 @@ from anabranch.jax.layer.operands import (
     round_weights,
     weight_dtypes,
 )
-from anabranch.jax.ops.ffn import ffn_backward_by_slot, ffn_forward_by_slot, rows_gradient, w_in_gradient
+from anabranch.jax.ops.ffn import ffn_backward_by_slot, ffn_forward_by_slot, rows_gradient, up_gradients
 from anabranch.jax.ops.plan import Plan, plan
 
 
@@ -45,20 +46,21 @@ class Residuals(NamedTuple):
     routed: Plan | None
     """None: the backward pass recomputes the plan."""
     h: jax.Array | None
+    u: jax.Array | None
+    """[R, r], with an adapter of w_in."""
 
 
-def forward(config: LayerConfig, operands: Operands, *, save_h: bool) -> tuple[LayerOutput, Residuals]:
-    """The forward rule on one device; `save_h`: whether a gradient is needed."""
+def forward(config: LayerConfig, operands: Operands, *, save: bool) -> tuple[LayerOutput, Residuals]:
+    """The forward rule on one device; `save`: whether a gradient is needed."""
     leading, operands = operands.x.shape[:-1], flat_tokens(quantize_weights(config, operands, backward=False))
-    selection, sums, gate = select(config, operands, save=save_h, counts=False)  # the plan has the counts
+    selection, sums, gate = select(config, operands, save=save, counts=False)  # the plan has the counts
     routed = named_routing(plan(selection.experts, operands.w_in.shape[0], align_size=config.align_size))
     early, late = (selection.weights, None) if config.ffn.weight_early else (None, selection.weights)
-    y, h = ffn_forward_by_slot(config.ffn, ffn_operands(operands, routed, early), save_h=save_h)
-    h = named_h(h)
+    y, saved = ffn_forward_by_slot(config.ffn, ffn_operands(operands, routed, early), save=save)
     output = y.sum(routed.row_of_slot, late, operands.x.dtype)
     sums = sums._replace(tokens_per_expert=routed.tokens_per_expert)
     result = layer_output(config, leading, output, selection, sums, routed.dropped[None])
-    return result, Residuals(gate, routed, h)
+    return result, Residuals(gate, routed, named_h(saved.h), named_u(saved.u))
 
 
 def backward(
@@ -68,38 +70,40 @@ def backward(
     residuals: Residuals,
     cotangents: Cotangents,
     gradient_dtypes: tuple[Any, Any],
+    wanted: Collection[str],
 ) -> Operands:
-    """The backward rule on one device: gradients of the float operands, None for the others.
+    """The backward rule on one device: the wanted gradients by operand, None for the others.
 
     selection: the experts and weights that the forward pass used. gradient_dtypes: the dtypes of the gradients of w_in
     and w_out, each the dtype of x or float32.
     """
     given, operands = operands, flat_tokens(quantize_weights(config, operands, backward=True))
     selection = flat_selection(selection)
-    gate, routed, h = residuals
-    assert h is not None  # the forward rule ran with save_h
+    gate, routed, h, u = residuals
+    assert h is not None  # the forward rule ran with save
     if routed is None:
         routed = plan(selection.experts, operands.w_in.shape[0], align_size=config.align_size)
     ffn, d_out = ffn_operands(operands, routed, selection.weights), flat(cotangents.output)
     w_in_dtype, w_out_dtype = gradient_dtypes
-    intermediate = ffn_backward_by_slot(config.ffn, ffn, h, d_out, w_out_dtype)
+    intermediate = ffn_backward_by_slot(config.ffn, ffn, h, d_out, wanted, w_out_dtype)
     d_weights = cotangents.total_d_weights(intermediate.weights)
-    selected = select_backward(config, operands, selection, gate, d_weights, cotangents.sums)
-    rows = rows_gradient(config.ffn, ffn, intermediate.dh, intermediate.dh_quantized)
-    d_x = rows.sum(routed.row_of_slot, None, given.x.dtype, selected.x)
-    d_x, dh = jax.lax.optimization_barrier((d_x, intermediate.dh))  # forces the sum first: see ffn_backward_by_slot
-    up, down = w_in_gradient(config.ffn, ffn, dh, w_in_dtype), intermediate.down
-    assert down is not None
+    selected = select_backward(config, operands, selection, gate, d_weights, cotangents.sums, wanted)
+    d_x = None
+    if "x" in wanted:
+        rows = rows_gradient(config.ffn, ffn, intermediate)
+        d_x = rows.sum(routed.row_of_slot, None, given.x.dtype, selected.x)
+        # Forces the sum before the gradients of UP, see ffn_backward_by_slot.
+        d_x, dh = jax.lax.optimization_barrier((d_x, intermediate.dh))
+        intermediate = intermediate._replace(dh=dh)
+    up = up_gradients(config.ffn, ffn, intermediate, u, wanted, w_in_dtype)
     return gradients(
         {
-            "x": d_x.reshape(given.x.shape),
+            "x": _like(given.x, d_x),
             "gate": _like(given.gate, selected.gate),
             "gate_bias": _like(given.gate_bias, selected.bias),
-            "w_in": up.w,
-            "w_out": down.w,
-            "b_in": up.b,
-            "b_out": down.b,
             "weights": _like(given.weights, selected.weights),
+            **up,
+            **intermediate.parameters,
         }
     )
 
@@ -116,8 +120,9 @@ def _like(operand: jax.Array | None, gradient: jax.Array | None) -> jax.Array | 
 
 class _Static(NamedTuple):
     config: LayerConfig
-    save_h: bool
+    save: bool
     weight_dtypes: tuple[Any, Any]
+    wanted: tuple[str, ...] = ()
 
 
 class _ShardResiduals(NamedTuple):
@@ -129,25 +134,31 @@ class _ShardResiduals(NamedTuple):
     """[..., 1]"""
     h: jax.Array
     """[..., K, P, F]: with K rows per token, rows can be sharded like tokens."""
+    u: jax.Array | None
+    """[..., K, r]"""
 
 
 def _shard_forward(static: _Static, *operands: Any) -> tuple[jax.Array, ...]:
-    config, save_h, _ = static
-    result, residuals = forward(config, Operands(*operands), save_h=save_h)
+    config = static.config
+    result, residuals = forward(config, Operands(*operands), save=static.save)
     result = result._replace(dropped=result.dropped[0])
     results = tuple(getattr(result, name) for name in output_names(config))
     if residuals.h is None:
         return results
     leading, (logits, lse) = result.output.shape[:-1], residuals.gate
-    h = residuals.h.reshape(*leading, config.ffn.topk, *residuals.h.shape[1:])
+    rows = tuple(
+        array.reshape(*leading, config.ffn.topk, *array.shape[1:])
+        for array in (residuals.h, residuals.u)
+        if array is not None
+    )
     tokens = () if logits is None else (logits.reshape(*leading, logits.shape[1]),)
     if lse is not None:
         tokens = (*tokens, lse.reshape(*leading, 1))
-    return (*results, *tokens, h)
+    return (*results, *tokens, *rows)
 
 
 def _shard_backward(static: _Static, *arrays: Any) -> tuple[jax.Array, ...]:
-    config, _, dtypes = static
+    config, _, dtypes, wanted = static
     remaining = iter(arrays)
 
     def take(kind: Any) -> Any:
@@ -158,7 +169,8 @@ def _shard_backward(static: _Static, *arrays: Any) -> tuple[jax.Array, ...]:
         None if saved.logits is None else flat(saved.logits), None if saved.lse is None else flat(saved.lse)[:, 0]
     )
     h = saved.h.reshape(math.prod(saved.h.shape[:-2]), *saved.h.shape[-2:])
-    d_operands = backward(config, operands, selection, Residuals(gate, None, h), cotangents, dtypes)
+    u = None if saved.u is None else flat(saved.u)
+    d_operands = backward(config, operands, selection, Residuals(gate, None, h, u), cotangents, dtypes, wanted)
     return tuple(gradient for name in DIFFERENTIABLE if (gradient := getattr(d_operands, name)) is not None)
 
 
@@ -173,32 +185,39 @@ def _unaligned(config: LayerConfig) -> LayerConfig:
 
 
 def sharded_forward(
-    config: LayerConfig, operands: Operands, *, save_h: bool
+    config: LayerConfig, operands: Operands, *, save: bool
 ) -> tuple[LayerOutput, _ShardResiduals | None]:
     """The forward rule for tokens with any sharding, and the residuals for `sharded_backward`."""
     t, names = operands.x.ndim - 1, output_names(config)
-    saved = (*gate_residuals(config), "h") if save_h else ()
+    rows = ("h",) if operands.lora_a_in is None else ("h", "u")
+    saved = (*gate_residuals(config), *rows) if save else ()
     results = (*_token_dims(t, names, TOKEN_RESULTS), *_token_dims(t, saved, saved))
-    static = _Static(_unaligned(config), save_h, weight_dtypes(operands))
+    static = _Static(_unaligned(config), save, weight_dtypes(operands))
     call = TokenCall(_shard_forward, static, _token_dims(t, Operands._fields, TOKENS), results)
     arrays = dict(zip((*names, *saved), call(*round_weights(config, operands)), strict=True))
     # Checkpoint names inside a call are not visible outside, so they are set again here.
-    naming = {"h": named_h, "logits": named_logits, "output": lambda output: output}
+    naming = {"h": named_h, "u": named_u, "logits": named_logits, "output": lambda output: output}
     arrays = {name: naming.get(name, named_routing)(array) for name, array in arrays.items()}
     result = LayerOutput(**{name: arrays.get(name) for name in LayerOutput._fields})  # type: ignore[arg-type]
     result = result._replace(dropped=result.dropped[None])
-    return result, _ShardResiduals(*map(arrays.get, _ShardResiduals._fields)) if save_h else None  # type: ignore[arg-type]
+    return result, _ShardResiduals(*map(arrays.get, _ShardResiduals._fields)) if save else None  # type: ignore[arg-type]
 
 
 def sharded_backward(
-    config: LayerConfig, operands: Operands, selection: Selection, residuals: _ShardResiduals, cotangents: Cotangents
+    config: LayerConfig,
+    operands: Operands,
+    selection: Selection,
+    residuals: _ShardResiduals,
+    cotangents: Cotangents,
+    wanted: tuple[str, ...],
 ) -> Operands:
     """The backward rule of `sharded_forward`; gradients of replicated operands are summed over the shards."""
     t = operands.x.ndim - 1
-    given = tuple(name for name in DIFFERENTIABLE if getattr(operands, name) is not None)
-    static = _Static(_unaligned(config), True, weight_dtypes(operands))
+    if not wanted:
+        return gradients({})
+    static = _Static(_unaligned(config), True, weight_dtypes(operands), wanted)
     token_fields = (*TOKENS, *Selection._fields, *_ShardResiduals._fields, "output")
     fields = (*Operands._fields, *Selection._fields, *_ShardResiduals._fields, *Cotangents._fields)
-    call = TokenCall(_shard_backward, static, _token_dims(t, fields, token_fields), _token_dims(t, given, TOKENS))
+    call = TokenCall(_shard_backward, static, _token_dims(t, fields, token_fields), _token_dims(t, wanted, TOKENS))
     arrays = call(*round_weights(config, operands), *selection, *residuals, *cotangents)
-    return gradients(dict(zip(given, arrays, strict=True)))
+    return gradients(dict(zip(wanted, arrays, strict=True)))

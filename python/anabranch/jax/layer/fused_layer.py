@@ -12,6 +12,7 @@ from anabranch.jax.layer.forward import Residuals, backward, forward, sharded_ba
 from anabranch.jax.layer.names import named_x
 from anabranch.jax.layer.on_mesh import divide, placed_backward, placed_forward
 from anabranch.jax.layer.operands import (
+    DIFFERENTIABLE,
     Cotangents,
     LayerConfig,
     LayerOutput,
@@ -21,10 +22,11 @@ from anabranch.jax.layer.operands import (
     round_weights,
     weight_dtypes,
 )
-from anabranch.jax.ops.experts import check_fp8_operands, experts_arrays
+from anabranch.jax.ops.experts import check_fp8_operands, dtypes_of_factors, experts_arrays
 from anabranch.jax.ops.ffn import FfnConfig
 from anabranch.jax.parallel.parallel import Parallel, Placement, manual_shard_axes, place
 from anabranch.layouts import Layouts
+from anabranch.lora import Lora, check_lora
 from anabranch.options import ExpertsOptions
 from anabranch.precision import check_fp8_exchange
 from anabranch.rows import check_num_slots
@@ -41,8 +43,8 @@ def _forward(
     if placement is not None:
         return placed_forward(config, placement, operands, save=save)
     if arrays_are_local(operands.x):
-        return forward(config, round_weights(config, operands), save_h=save)
-    return sharded_forward(config, operands, save_h=save)
+        return forward(config, round_weights(config, operands), save=save)
+    return sharded_forward(config, operands, save=save)
 
 
 def _fused_layer_forward(
@@ -58,26 +60,34 @@ def _fused_layer_forward(
 def _fused_layer_backward(
     config: LayerConfig,
     placement: Placement | None,
+    needed: Operands,
     residuals: tuple[Operands, Selection, Any],
     d_result: LayerOutput,
 ) -> tuple[Operands]:
     operands, selection, saved = residuals
     d = Cotangents(d_result.output, d_result.weights, d_result.score_sum, d_result.lse_squares)
+    wanted = tuple(name for name in DIFFERENTIABLE if getattr(needed, name))
     if placement is not None:
-        return (placed_backward(config, placement, operands, selection, saved, d),)
+        return (placed_backward(config, placement, wanted, operands, selection, saved, d),)
     if isinstance(saved, Residuals):
-        return (backward(config, round_weights(config, operands), selection, saved, d, weight_dtypes(operands)),)
-    return (sharded_backward(config, operands, selection, saved, d),)
+        dtypes = weight_dtypes(operands)
+        return (backward(config, round_weights(config, operands), selection, saved, d, dtypes, wanted),)
+    return (sharded_backward(config, operands, selection, saved, d, wanted),)
 
 
-_fused_layer.defvjp(_fused_layer_forward, _fused_layer_backward)
+_fused_layer.define_gradients(_fused_layer_forward, _fused_layer_backward)
 
 
-def ffn_config(options: ExpertsOptions, parts: int, topk: int) -> FfnConfig:
-    """Checks the options of the experts; parts: P of w_in."""
+def ffn_config(options: ExpertsOptions, parts: int, topk: int, lora: Lora | None = None) -> FfnConfig:
+    """Checks the options of the experts; parts: P of w_in; lora: checked."""
     # Zeroing padding rows that nothing reads costs time, but JAX's NaN checks read everything that the rules return.
     skip_rest = not (jax.config.jax_debug_nans or jax.config.jax_debug_infs)  # type: ignore[attr-defined]
-    return FfnConfig.of(options.experts(parts, topk), skip_rest=skip_rest)
+    return FfnConfig.of(options.experts(parts, topk, lora), skip_rest=skip_rest)
+
+
+def lora_factors(layouts: Layouts, x: jax.Array, w_in: jax.Array, lora: Any) -> Lora | None:
+    """Checks the argument lora against the checked w_in."""
+    return check_lora(check.array, dtypes_of_factors(x), lora, layouts.sizes("w_in", w_in.shape))
 
 
 def check_parallel(parallel: Any, config: FfnConfig) -> None:

@@ -1,5 +1,6 @@
 """The gate and the router inside the layer's rules: from one device's tokens to experts and weights, and back."""
 
+from collections.abc import Collection
 from typing import NamedTuple
 
 import jax
@@ -96,8 +97,11 @@ def select_backward(
     residuals: GateResiduals,
     d_weights: jax.Array,
     d_sums: Sums,
+    wanted: Collection[str],
 ) -> GateGradients:
     """Propagates the cotangents of the weights [T, K] and of the sums through the logits to x [T, D] and the gate.
+
+    wanted: the operands whose gradients are computed, of x, gate and gate_bias; the other gradients are None.
 
     If x and the gate are bfloat16, a GPU rounds the gradient of the logits to bfloat16 before both GEMMs, and rounds
     the gate's part of d_x. Otherwise both GEMMs use at least 16 bits of that gradient's mantissa, because nearly all of
@@ -106,7 +110,9 @@ def select_backward(
     exactly.
     """
     if config.router is None:
-        return GateGradients(None, None, None, d_weights)
+        return GateGradients(None, None, None, d_weights if "weights" in wanted else None)
+    if not {"x", "gate", "gate_bias"} & set(wanted):
+        return GateGradients(None, None, None, None)
     x, gate, mask = operands.x, operands.gate, operands.token_mask
     assert gate is not None and residuals.logits is not None
     assert d_sums.score_sum is not None and d_sums.lse_squares is not None
@@ -121,17 +127,27 @@ def select_backward(
         d_sums.score_sum if config.aux_loss else None,
         d_lse,
     )
-    bias = None if operands.gate_bias is None else jnp.sum(d_logits, axis=0)  # 0 for a masked token
+    # A masked token has a gradient of 0.
+    bias = jnp.sum(d_logits, axis=0) if operands.gate_bias is not None and "gate_bias" in wanted else None
+    d_x: jax.Array | None = None
+    d_gate: jax.Array | None = None
     if mask is not None:  # a masked token must not contribute, whatever its values: 0 * NaN is NaN
         x = jnp.where(mask[:, None], x, 0)
     if x.dtype == gate.dtype == jnp.bfloat16:
-        d_x = bfloat16_matmul(d_logits, gate, (1, 1), jnp.bfloat16)
-        return GateGradients(d_x, bfloat16_matmul(x, d_logits, (0, 0), jnp.float32), bias, None)
+        if "x" in wanted:
+            d_x = bfloat16_matmul(d_logits, gate, (1, 1), jnp.bfloat16)
+        if "gate" in wanted:
+            d_gate = bfloat16_matmul(x, d_logits, (0, 0), jnp.float32)
+        return GateGradients(d_x, d_gate, bias, None)
     dtype = x.dtype
+    x_matmul = gate_matmul = matmul
     if dtype == jnp.float16:
         x, gate = x.astype(jnp.float32), gate.astype(jnp.float32)
-        d_x, d_gate = halves_matmul(d_logits, gate, (1, 1)), halves_matmul(x, d_logits, (0, 0))
-    else:
-        x_matmul = halves_matmul if dtype.itemsize == 2 and gate.dtype == jnp.float32 else matmul
-        d_x, d_gate = x_matmul(d_logits, gate, (1, 1)), matmul(x, d_logits, (0, 0))
-    return GateGradients(d_x.astype(dtype), d_gate, bias, None)
+        x_matmul = gate_matmul = halves_matmul
+    elif dtype.itemsize == 2 and gate.dtype == jnp.float32:
+        x_matmul = halves_matmul
+    if "x" in wanted:
+        d_x = x_matmul(d_logits, gate, (1, 1)).astype(dtype)
+    if "gate" in wanted:
+        d_gate = gate_matmul(x, d_logits, (0, 0))
+    return GateGradients(d_x, d_gate, bias, None)

@@ -17,6 +17,7 @@ from anabranch.jax.layer.fused_layer import (
     experts_operands,
     ffn_config,
     fused_layer,
+    lora_factors,
     quantized_arrays,
     unreduced_axes,
 )
@@ -25,6 +26,7 @@ from anabranch.jax.ops.balance import load_balance_loss, mean_of_squares
 from anabranch.jax.ops.quantized import QuantizedExperts
 from anabranch.jax.ops.router import quantile_operand, router_operands
 from anabranch.jax.parallel.parallel import Parallel
+from anabranch.lora import Lora, operand_fields
 from anabranch.options import LAYER_NAMES, LayerKeywords, LayerOptions, check_names, takes_options
 
 
@@ -55,10 +57,12 @@ class MoEOutput(NamedTuple):
     qb_histogram: jax.Array | None = None
 
 
-def layer_config(options: LayerOptions, num_experts: int, parts: int, parallel: Parallel | None = None) -> LayerConfig:
-    """Checks the options of a layer; modules call it in their constructors. parts: P of w_in."""
+def layer_config(
+    options: LayerOptions, num_experts: int, parts: int, parallel: Parallel | None = None, lora: Lora | None = None
+) -> LayerConfig:
+    """Checks the options of a layer; modules call it in their constructors. parts: P of w_in; lora: checked."""
     router = options.router(num_experts)
-    ffn = ffn_config(options, parts, router.topk)
+    ffn = ffn_config(options, parts, router.topk, lora)
     check_parallel(parallel, ffn)
     aux_loss, z_loss = map(bool, options.loss_coefficients())
     return LayerConfig(router, ffn, options.checked_align_size(), aux_loss, z_loss)
@@ -82,6 +86,7 @@ def moe(
     qb_bins: int | None = None,
     parallel: Parallel | None = None,
     quantized: QuantizedExperts | None = None,
+    lora: Lora | None = None,
     **options: Unpack[LayerKeywords],
 ) -> MoEOutput:
     """Routes every token to its K best experts, applies them, and sums their outputs by weight.
@@ -106,6 +111,8 @@ def moe(
         over its leading dimensions in any way, and the rows of a sharded x are not padded.
       quantized: with precision "fp8", w_in and w_out as returned by `quantize_experts`, used in their place; None: the
         forward pass and the backward pass each quantise the weights. `quantized` gets no gradient; w_in and w_out do.
+      lora: the factors of low-rank adapters of the experts, which add s_in A_in[e] B_in[e] to W_in[e] and s_out
+        A_out[e] B_out[e] to W_out[e] without forming these sums; None: no adapters.
       {options}
 
     Returns:
@@ -117,10 +124,13 @@ def moe(
       TypeError: an argument has the wrong type or dtype.
       ValueError: a wrong shape, range or combination. Messages name the argument, the value and what was expected.
 
-    Gradients: for x, gate, gate_bias, w_in, w_out, b_in and b_out, in the dtype of each operand. GEMMs accumulate in
-    float32. If x and the gate are bfloat16, a GPU rounds the logits' gradient to bfloat16 before its GEMMs; with a
-    float32 gate or a float16 x it keeps more bits.
-    Saved for the backward pass: the operands, h [R, 2 or 1, F], the float32 logits, and [T, K]-sized routing.
+    Gradients: for x, gate, gate_bias, w_in, w_out, b_in, b_out and the factors of lora, in the dtype of each operand.
+    Gradients of operands that are not differentiated (an argument that `jax.grad` does not name, or that is under
+    `jax.lax.stop_gradient`) are not computed: frozen weights cost nothing. GEMMs accumulate in float32. If x and the
+    gate are bfloat16, a GPU rounds the logits' gradient to bfloat16 before its GEMMs; with a float32 gate or a float16
+    x it keeps more bits.
+    Saved for the backward pass: the operands, h [R, 2 or 1, F], u [R, r] with an adapter of w_in, the float32 logits,
+    and [T, K]-sized routing.
     `jax.export` must be told to allow the `custom_calls` of this package (docs/jax.md).
 
     Source: Shazeer et al. 2017 (arXiv:1701.06538), Fedus et al. 2021 (arXiv:2101.03961) for the load-balance loss,
@@ -140,7 +150,7 @@ def moe(
         x=x, gate=gate, w_in=w_in, w_out=w_out, gate_bias=gate_bias, expert_bias=expert_bias, b_in=b_in, b_out=b_out,
         token_mask=token_mask, forced_experts=forced_experts, qb_bin_bounds=qb_bin_bounds,
     )  # fmt: skip
-    return run_layer(LayerOptions(topk=topk, qb_bins=qb_bins, **options), arrays, parallel, quantized)
+    return run_layer(LayerOptions(topk=topk, qb_bins=qb_bins, **options), arrays, parallel, quantized, lora)
 
 
 def run_layer(
@@ -148,6 +158,7 @@ def run_layer(
     arrays: dict[str, Any],
     parallel: Parallel | None = None,
     quantized: QuantizedExperts | None = None,
+    lora: Lora | None = None,
 ) -> MoEOutput:
     """`moe` with its options as one object. arrays: its other arguments by name; missing ones are None."""
     given = dict.fromkeys(
@@ -160,7 +171,8 @@ def run_layer(
         options.layouts(), x, given["w_in"], given["w_out"], given["b_in"], given["b_out"]
     )
     gate = check.array("gate", given["gate"], check.FLOATS, (("D", D), ("E", E)))
-    config = layer_config(options, E, parts, parallel)
+    lora = lora_factors(options.layouts(), x, experts_by_name["w_in"], lora)
+    config = layer_config(options, E, parts, parallel, lora)
     router = config.router
     assert router is not None
     quantized_by_name = quantized_arrays(config.ffn, experts_by_name, quantized)
@@ -177,6 +189,7 @@ def run_layer(
         qb_bin_bounds=quantile_operand(router, expert_bias, given["qb_bin_bounds"]),
         **experts_by_name,
         **quantized_by_name,
+        **operand_fields(lora),
     )
     coefficients = options.loss_coefficients()
     if parallel is None:

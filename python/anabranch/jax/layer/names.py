@@ -24,6 +24,11 @@ def named_routing(arrays: Any) -> Any:
     return jax.tree.map(lambda array: checkpoint_name(array, "moe_routing"), arrays)
 
 
+def named_u(u: jax.Array | None) -> jax.Array | None:
+    """The rows u [R, r] of an adapter of w_in; None if there is none, or no gradient is needed."""
+    return None if u is None else checkpoint_name(u, "moe_lora_u")
+
+
 def named_h(h: jax.Array | None) -> jax.Array | None:
     """The intermediate rows h [R, P, F]; None if no gradient is needed."""
     return None if h is None else checkpoint_name(h, "moe_h")

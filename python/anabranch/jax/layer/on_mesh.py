@@ -17,9 +17,8 @@ from jax.sharding import PartitionSpec
 from anabranch.jax.binding.arrays import flat
 from anabranch.jax.binding.sharding import array_axes, entry_axes, spec_entry, vary_like
 from anabranch.jax.layer.gate import GateResiduals, gate_residuals, select, select_backward
-from anabranch.jax.layer.names import named_h, named_routing
+from anabranch.jax.layer.names import named_h, named_routing, named_u
 from anabranch.jax.layer.operands import (
-    DIFFERENTIABLE,
     TOKEN_RESULTS,
     TOKENS,
     Cotangents,
@@ -41,12 +40,13 @@ from anabranch.jax.layer.operands import (
 from anabranch.jax.ops.ffn import (
     FfnConfig,
     FfnOperands,
+    Saved,
     SlotGemm,
+    down_gradients,
     ffn_backward_by_slot,
     ffn_forward_by_slot,
     rows_gradient,
-    w_in_gradient,
-    w_out_gradient,
+    up_gradients,
 )
 from anabranch.jax.ops.plan import plan
 from anabranch.jax.ops.quantized import QuantizedExperts, QuantizedOperand, quantize_rows
@@ -60,7 +60,10 @@ MeshResiduals = dict[str, Any]
 
 def _fsdp_dimensions(placement: Placement) -> dict[str, int]:
     """For each operand that FSDP shards, the dimension D, which is divided over the FSDP axes."""
-    weights = {name: placement.layouts.axis(name, "d") for name in ("w_in", "w_out")}
+    weights = {name: placement.layouts.axis(name, "d") for name in ("w_in", "w_out")} | {
+        "lora_a_in": 1,
+        "lora_b_out": 2,
+    }
     d = {name: axes.index("d") for name, axes in QuantizedExperts.shapes("e", "d", "p", "f", "d", "f").items()}
     return {"gate": 0, "b_out": 1} | weights | {f"quantized_{name}": axis for name, axis in d.items()}
 
@@ -69,7 +72,8 @@ def operand_specs(placement: Placement) -> dict[str, PartitionSpec]:
     """The sharding of every operand, by name."""
     token_spec = _token_spec(placement)
     quantized = quantized_fields(quantized_specs(placement.parallel))
-    return {**placement.parallel.specs(*placement.layouts), **quantized, **dict.fromkeys(TOKENS, token_spec)}
+    specs = placement.parallel.specs(*placement.layouts, shared=placement.shared)
+    return {**specs, **quantized, **dict.fromkeys(TOKENS, token_spec)}
 
 
 def _token_spec(placement: Placement) -> PartitionSpec:
@@ -123,7 +127,10 @@ def _gathered(config: LayerConfig, placement: Placement, operands: Operands, *, 
 
 def _reduced(placement: Placement, name: str, gradient: jax.Array) -> jax.Array:
     """The gradient of a parameter, summed over the devices that have the same shard of it."""
-    axes = placement.token_axes if name in ("gate", "gate_bias") else tuple(placement.parallel.data_axes)
+    on_every_rank = name in ("gate", "gate_bias") or name.removeprefix("lora_") in placement.shared
+    axes = placement.token_axes if on_every_rank else tuple(placement.parallel.data_axes)
+    if name in ("lora_a_in", "lora_b_out"):  # from v_in and z', which every shard of F computes for its columns
+        gradient = _tensor_sum(placement, gradient)
     dimension = _fsdp_dimensions(placement).get(name)
     if placement.parallel.fsdp_axes and dimension is not None:
         gradient = jax.lax.psum_scatter(gradient, placement.parallel.fsdp_axes, scatter_dimension=dimension, tiled=True)
@@ -206,20 +213,21 @@ def _forward(
     late = None if config.ffn.weight_early else selection.weights
     arrived = _sent(config, placement, chosen, route, operands.x)
     ffn = _ffn_operands(placement, operands, route, arrived, early)
-    y, h = ffn_forward_by_slot(_ffn_config(config, chosen), ffn, save_h=save)
-    h = named_h(h)
+    y, saved = ffn_forward_by_slot(_ffn_config(config, chosen), ffn, save=save)
     output = _collected(placement, chosen, route, y, late, dtype)
     if placement.token_axes:
         sums = jax.lax.psum(sums, placement.token_axes)
     result = _given(layer_output(config, leading, output, selection, sums, (wrong + dropped)[None]))
     if not save:
         return result, {}
-    return result, _given(gate) | {"h": h} | {f"route.{name}": array for name, array in route._asdict().items()}
+    rows = _given(Saved(named_h(saved.h), named_u(saved.u)))
+    return result, _given(gate) | rows | {f"route.{name}": array for name, array in route._asdict().items()}
 
 
 def _backward(
     config: LayerConfig,
     placement: Placement,
+    wanted: tuple[str, ...],
     given: dict[str, jax.Array],
     selection: Selection,
     residuals: MeshResiduals,
@@ -238,23 +246,21 @@ def _backward(
     ffn = _ffn_operands(placement, operands, route, arrived, chosen.send_weights(route, selection.weights))
     d_rows, d_rows_quantized = _sent(config, placement, chosen, route, flat(cotangents.output))
     options = _ffn_config(config, chosen)
-    intermediate = ffn_backward_by_slot(options, ffn, residuals["h"], d_rows, d_out_quantized=d_rows_quantized)
+    intermediate = ffn_backward_by_slot(options, ffn, residuals["h"], d_rows, wanted, d_out_quantized=d_rows_quantized)
     d_weights = cotangents.total_d_weights(_tensor_sum(placement, chosen.collect_weights(route, intermediate.weights)))
     gate = GateResiduals(residuals.get("logits"), residuals.get("lse"))
-    selected = select_backward(config, operands, selection, gate, d_weights, cotangents.sums)
-    rows = rows_gradient(options, ffn, intermediate.dh, intermediate.dh_quantized)
-    d_x = _collected(placement, chosen, route, rows, None, whole.x.dtype, selected.x)
+    selected = select_backward(config, operands, selection, gate, d_weights, cotangents.sums, wanted)
+    d_x = None
+    if "x" in wanted:
+        rows = rows_gradient(options, ffn, intermediate)
+        d_x = _collected(placement, chosen, route, rows, None, whole.x.dtype, selected.x)
     # Weight gradients come last, so that XLA can overlap them with the transfer of d_x.
     w_in_dtype, w_out_dtype = weight_dtypes(whole)
-    up = w_in_gradient(options, ffn, intermediate.dh, w_in_dtype)
-    down = w_out_gradient(options, ffn, intermediate.weighted_a, d_rows, w_out_dtype)
     parameters = {
         "gate": selected.gate,
         "gate_bias": selected.bias,
-        "w_in": up.w,
-        "w_out": down.w,
-        "b_in": up.b,
-        "b_out": down.b,
+        **up_gradients(options, ffn, intermediate, residuals.get("u"), wanted, w_in_dtype),
+        **down_gradients(options, ffn, intermediate, d_rows, wanted, w_out_dtype),
     }
     results = {
         name: _reduced(placement, name, gradient).astype(getattr(whole, name).dtype)
@@ -263,7 +269,7 @@ def _backward(
     }
     if whole.weights is not None and selected.weights is not None:
         results["weights"] = selected.weights.reshape(whole.weights.shape)
-    return results | {"x": d_x.reshape(whole.x.shape)}
+    return results if d_x is None else results | {"x": d_x.reshape(whole.x.shape)}
 
 
 # ---------------------------------------------------------------- on the mesh
@@ -313,23 +319,27 @@ def placed_forward(
 ) -> tuple[LayerOutput, MeshResiduals]:
     """The forward rule, and with `save` the residuals for `placed_backward`."""
     given, output_specs = _given(operands), _output_specs(placement)
-    names = (*gate_residuals(config), "h", *_route_names(placement)) if save else ()
+    rows = ("h",) if operands.lora_a_in is None else ("h", "u")
+    names = (*gate_residuals(config), *rows, *_route_names(placement)) if save else ()
     out_specs = ({name: output_specs[name] for name in output_names(config)}, _residual_specs(placement, names))
     rule = functools.partial(_forward, config, placement, save)
     result, residuals = _on_mesh(placement, rule, (_operand_specs(placement, operands),), out_specs, given)
     return LayerOutput(**{name: result.get(name) for name in LayerOutput._fields}), residuals
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def placed_backward(
     config: LayerConfig,
     placement: Placement,
+    wanted: tuple[str, ...],
     operands: Operands,
     selection: Selection,
     residuals: MeshResiduals,
     cotangents: Cotangents,
 ) -> Operands:
-    """The backward rule: gradients of the float operands, sharded like them; None for the others."""
+    """The backward rule: the wanted gradients, sharded like their operands; None for other operands."""
+    if not wanted:
+        return gradients({})
     given, token_spec = _given(operands), _token_spec(placement)
     specs, output_specs = _operand_specs(placement, operands), _output_specs(placement)
     incoming = {name: output_specs[name] for name in _given(cotangents)}
@@ -337,13 +347,13 @@ def placed_backward(
 
     def rule(given: Any, selection: Any, residuals: MeshResiduals, arriving: Any) -> dict[str, jax.Array]:
         every = Cotangents(**{name: arriving.get(name) for name in Cotangents._fields})  # type: ignore[arg-type]
-        return _backward(config, placement, given, selection, residuals, every)
+        return _backward(config, placement, wanted, given, selection, residuals, every)
 
     results = _on_mesh(
         placement,
         rule,
         (specs, Selection(token_spec, token_spec), _residual_specs(placement, residuals), incoming),  # type: ignore[arg-type]
-        {name: spec for name, spec in specs.items() if name in DIFFERENTIABLE},
+        {name: specs[name] for name in wanted},
         given,
         selection,
         residuals,

@@ -9,6 +9,7 @@ import jax
 from anabranch.jax.binding.arrays import flat
 from anabranch.jax.ops.ffn import FfnConfig, FfnOperands
 from anabranch.jax.ops.quantized import QuantizedExperts, for_pass
+from anabranch.lora import NAMES, Lora
 from anabranch.options import RouterOptions
 
 
@@ -50,6 +51,17 @@ class Operands(NamedTuple):
     quantized_w_out: jax.Array | None = None
     quantized_w_out_transposed: jax.Array | None = None
     quantized_w_out_scales: jax.Array | None = None
+    lora_a_in: jax.Array | None = None
+    """This and the following fields are those of a Lora."""
+    lora_b_in: jax.Array | None = None
+    lora_a_out: jax.Array | None = None
+    lora_b_out: jax.Array | None = None
+
+    @property
+    def lora(self) -> Lora | None:
+        """The factors of the adapters, if there are any."""
+        lora = Lora(*(getattr(self, name) for name in NAMES))
+        return None if lora.a_in is None and lora.a_out is None else lora
 
     @property
     def quantized(self) -> QuantizedExperts | None:
@@ -68,7 +80,7 @@ def quantized_fields(quantized: QuantizedExperts | None) -> dict[str, Any]:
 #: Operands with the leading dimensions of x.
 TOKENS = ("x", "token_mask", "forced_experts", "experts", "weights")
 #: Operands that have gradients.
-DIFFERENTIABLE = ("x", "gate", "gate_bias", "w_in", "w_out", "b_in", "b_out", "weights")
+DIFFERENTIABLE = ("x", "gate", "gate_bias", "w_in", "w_out", "b_in", "b_out", "weights", *NAMES)
 
 
 class Selection(NamedTuple):
@@ -219,4 +231,5 @@ def ffn_operands(operands: Operands, route: Any, weights: jax.Array | None) -> F
         b_out=operands.b_out,
         weights=weights,
         quantized=operands.quantized,
+        lora=operands.lora,
     )

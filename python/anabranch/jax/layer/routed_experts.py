@@ -13,12 +13,14 @@ from anabranch.jax.layer.fused_layer import (
     experts_operands,
     ffn_config,
     fused_layer,
+    lora_factors,
     quantized_arrays,
     unreduced_axes,
 )
 from anabranch.jax.layer.operands import LayerConfig, Operands
 from anabranch.jax.ops.quantized import QuantizedExperts
 from anabranch.jax.parallel.parallel import Parallel
+from anabranch.lora import Lora, operand_fields
 from anabranch.options import ROUTED_NAMES, RoutedKeywords, RoutedOptions, check_names, takes_options
 from anabranch.rows import check_num_slots
 
@@ -49,6 +51,7 @@ def routed_experts(
     b_out: jax.Array | None = None,
     parallel: Parallel | None = None,
     quantized: QuantizedExperts | None = None,
+    lora: Lora | None = None,
     **options: Unpack[RoutedKeywords],
 ) -> RoutedExpertsOutput:
     """Applies the K given experts to every token, and sums their outputs by weight.
@@ -69,6 +72,7 @@ def routed_experts(
         x. Buffers have K rows per token for each of P ranks, since an expert may repeat; those of `moe` have
         min(K, E/P).
       quantized: with precision "fp8", w_in and w_out as returned by `quantize_experts`; None: quantised here.
+      lora: the factors of low-rank adapters, as in `moe`; None: no adapters.
       {options}
 
     Returns:
@@ -106,7 +110,8 @@ def routed_experts(
         raise ValueError(f"experts: got {check.describe(experts)}, expected [..., K] with K >= 1")
     check_num_slots("experts", math.prod(leading), K)
     weights = check.array("weights", weights, check.FLOATS, (*leading, ("K", K)))
-    ffn = ffn_config(given, parts, K)
+    lora = lora_factors(given.layouts(), x, experts_by_name["w_in"], lora)
+    ffn = ffn_config(given, parts, K, lora)
     check_parallel(parallel, ffn)
     config = LayerConfig(router=None, ffn=ffn, align_size=given.checked_align_size())
     quantized_by_name = quantized_arrays(ffn, experts_by_name, quantized)
@@ -118,6 +123,7 @@ def routed_experts(
         weights=weights,
         **experts_by_name,
         **quantized_by_name,
+        **operand_fields(lora),
     )
     return (
         _compiled_routed_experts(config, operands) if parallel is None else _routed_experts(config, operands, parallel)

@@ -7,6 +7,7 @@ for a gated expert, 1 for an ungated one.
 """
 
 import dataclasses
+from collections.abc import Collection
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from anabranch.activation import Activation
 from anabranch.jax.binding import ffi, workspaces
 from anabranch.jax.ops.quantized import QuantizedExperts, QuantizedOperand, for_pass
+from anabranch.lora import Lora, operand_fields
 from anabranch.options import ExpertsConfig
 from anabranch.precision import BLOCK
 
@@ -73,11 +75,19 @@ class FfnOperands(NamedTuple):
     """With FP8; the fused rules require it to contain the operands of their pass."""
     x_quantized: QuantizedOperand | None = None
     """x quantised, which the fused forward rule reads instead of x; None: the rule quantises x."""
+    lora: Lora | None = None
+    """The factors of the adapters."""
 
     def by_name(self) -> dict[str, jax.Array | None]:
         """The operands of a call of either pass, by their C names."""
-        named = {name: array for name, array in self._asdict().items() if name not in ("quantized", "x_quantized")}
-        return named | _c_names(self.quantized)
+        others = ("quantized", "x_quantized", "lora")
+        named = {name: array for name, array in self._asdict().items() if name not in others}
+        return named | _c_names(self.quantized) | operand_fields(self.lora)
+
+    def rank(self, projection: str) -> int:
+        """The rank of the adapter of "in" or "out"; 0: there is none."""
+        a = None if self.lora is None else getattr(self.lora, f"a_{projection}")
+        return 0 if a is None else int(a.shape[2])
 
 
 def _c_names(quantized: QuantizedExperts | None) -> dict[str, jax.Array | None]:
@@ -102,57 +112,74 @@ def with_quantized_weights(config: FfnConfig, operands: FfnOperands, *, backward
     return operands._replace(quantized=quantized)
 
 
-class MatrixGradient(NamedTuple):
-    """Gradients of the experts' matrices and of their biases, None if there are no biases."""
-
-    w: jax.Array
-    """[E, D, P, F] or [E, F, D]."""
-    b: jax.Array | None
-    """[E, P, F] or [E, D]."""
+#: Operands whose gradients are computed from dh, and from w a and d_out.
+UP = ("w_in", "b_in", "lora_a_in", "lora_b_in")
+DOWN = ("w_out", "b_out", "lora_a_out", "lora_b_out")
 
 
-class FfnGradients(NamedTuple):
-    """The result of the backward rule."""
+class Saved(NamedTuple):
+    """What the forward rule computes for the backward rule; fields are None without a gradient."""
 
-    rows: jax.Array
-    """[R, D], the gradient of the rows; dtype of x."""
-    up: MatrixGradient
-    """Gradients of w_in and b_in."""
-    down: MatrixGradient
-    """Gradients of w_out and b_out."""
-    weights: jax.Array | None
-    """Shape and dtype of the weights; None without weights."""
+    h: jax.Array | None
+    """[R, P, F]."""
+    u: jax.Array | None = None
+    """[R, r], of the adapter of w_in."""
 
 
 def _like(array: jax.Array | None, dtype: Any = None) -> jax.ShapeDtypeStruct | None:
     return None if array is None else jax.ShapeDtypeStruct(array.shape, dtype or array.dtype)
 
 
-def ffn_forward(config: FfnConfig, operands: FfnOperands, *, save_h: bool) -> tuple[jax.Array, jax.Array | None]:
-    """The forward rule: (y [R, D], h [R, P, F] if save_h), both with the dtype of x; padding rows are zero.
+def _gradients_like(
+    operands: FfnOperands, names: Collection[str], w_in_dtype: Any, w_out_dtype: Any
+) -> dict[str, jax.ShapeDtypeStruct | None]:
+    """The gradients of parameters as results of a call, by their C names."""
+    dtypes = {"w_in": w_in_dtype, "w_out": w_out_dtype}
+    arrays = operands.by_name()
+    return {f"d_{name}": _like(arrays[name], dtypes.get(name)) for name in names}
+
+
+def _wanted(operands: FfnOperands, wanted: Collection[str]) -> set[str]:
+    """The wanted gradients of operands that are given."""
+    return {name for name, array in operands.by_name().items() if array is not None and name in wanted}
+
+
+def _parameters(results: dict[str, Any]) -> dict[str, jax.Array]:
+    """The gradients of parameters among the results of a call, by the names of the parameters."""
+    return {name: results[f"d_{name}"] for name in (*UP, *DOWN) if results.get(f"d_{name}") is not None}
+
+
+def ffn_forward(config: FfnConfig, operands: FfnOperands, *, save: bool) -> tuple[jax.Array, Saved]:
+    """The forward rule: (y [R, D] with the dtype of x, the residuals if `save`); padding rows are zero.
 
     Weights multiply y, or `a` before W_out with weight_early; pass none if combine applies them.
     """
     operands = with_quantized_weights(config, operands, backward=False)
-    results = _forward(config, operands, operands.by_name(), "y", operands.x.shape[1], save_h=save_h)
-    return results["y"], results["h"]
+    results = _forward(config, operands, operands.by_name(), "y", operands.x.shape[1], save=save)
+    return results["y"], Saved(results["h"], results["lora_u"])
 
 
 def _forward(
-    config: FfnConfig, operands: FfnOperands, inputs: dict[str, Any], result: str, columns: int, *, save_h: bool
+    config: FfnConfig, operands: FfnOperands, inputs: dict[str, Any], result: str, columns: int, *, save: bool
 ) -> dict[str, Any]:
-    """Computes `result`, "y" or "a", with this many columns, and h. With FP8 `a` is quantised and has scales."""
+    """Computes `result`, "y" or "a", with this many columns, and the residuals.
+
+    With FP8 `a` is quantised and has scales. With an adapter of w_out, lora_z comes with `a`.
+    """
     x, w_in, slots = operands.x, operands.w_in, operands.slot_of_row
     R = x.shape[0] if slots is None else slots.shape[0]
     _, _, P, F = config.sizes(w_in)
     quantised = config.fp8 and result == "a"
+    r, q = operands.rank("in"), operands.rank("out")
     return ffi.call(
         "ab_xla_expert_ffn_forward",
         inputs,
         {
             result: jax.ShapeDtypeStruct((R, columns), jnp.float8_e4m3fn if quantised else x.dtype),
             "a_scales": jax.ShapeDtypeStruct((R, F // BLOCK), jnp.float32) if quantised else None,
-            "h": jax.ShapeDtypeStruct(config.layouts.shape("h", r=R, p=P, f=F), x.dtype) if save_h else None,
+            "h": jax.ShapeDtypeStruct(config.layouts.shape("h", r=R, p=P, f=F), x.dtype) if save else None,
+            "lora_u": jax.ShapeDtypeStruct((R, r), x.dtype) if save and r else None,
+            "lora_z": jax.ShapeDtypeStruct((R, q), x.dtype) if result == "a" and q else None,
         },
         workspace=_forward_workspace(config, operands, R, F, result),
         orders=config.orders(),
@@ -170,57 +197,65 @@ def _forward_workspace(config: FfnConfig, operands: FfnOperands, R: int, F: int,
     return x_bytes + (workspaces.fp8_rows(R, F) if config.fp8 else workspaces.ffn_forward(R, F, x.dtype))
 
 
-def ffn_backward(config: FfnConfig, operands: FfnOperands, h: jax.Array, d_out: jax.Array) -> FfnGradients:
+def ffn_backward(
+    config: FfnConfig, operands: FfnOperands, saved: Saved, d_out: jax.Array, wanted: Collection[str]
+) -> dict[str, jax.Array]:
     """The backward rule, the same for early and late weights.
 
     Args:
       config: as in the forward pass.
       operands: as in the forward pass, and always with weights, even if combine applied them.
-      h: [R, P, F], saved by the forward rule. Its buffer is reused.
+      saved: from the forward rule. The buffer of h is reused.
       d_out: float [T, D] with slot_of_row, else [R, D]: the cotangent of the weighted output, of any float dtype.
+      wanted: the operands whose gradients are computed: "x" (of the rows), "weights", and names in UP and DOWN.
+
+    Returns:
+      Gradients by operand: of "x" [R, D], of parameters and weights in their own shapes and dtypes.
     """
     operands = with_quantized_weights(config, operands, backward=True)
-    x, weights, w_in = operands.x, operands.weights, operands.w_in
+    x, weights, h = operands.x, operands.weights, saved.h
+    assert h is not None
+    wanted = _wanted(operands, wanted)
+    needs_dh, needs_a = bool({"x", *UP} & wanted), bool(({*DOWN} - {"b_out"}) & wanted)
+    called = {
+        "dh": _like(h) if needs_dh else None,
+        "dx_rows": jax.ShapeDtypeStruct((h.shape[0], x.shape[1]), x.dtype) if "x" in wanted else None,
+        "d_weights": _like(weights, jnp.float32) if "weights" in wanted else None,
+        **_gradients_like(operands, [n for n in (*UP, *DOWN) if n in wanted], x.dtype, x.dtype),
+    }
+    if not any(result is not None for result in called.values()):
+        return {}
     results = _backward(
         config,
         operands,
         d_out,
-        {"h": h},
-        {
-            "dh": _like(h),
-            "dx_rows": jax.ShapeDtypeStruct((h.shape[0], x.shape[1]), x.dtype),
-            "d_weights": _like(weights, jnp.float32),
-            "d_w_in": _like(operands.w_in, x.dtype),
-            "d_w_out": _like(operands.w_out, x.dtype),
-            "d_b_in": _like(operands.b_in),
-            "d_b_out": _like(operands.b_out),
-        },
+        {"h": h, "lora_u": saved.u if "lora_b_in" in wanted else None},
+        called,
         workspaces.ffn_backward(
             h.shape[0],
-            config.sizes(w_in),
+            config.sizes(operands.w_in),
             x.dtype,
             d_out.dtype,
-            weighted_a=True,
-            d_weights=True,
-            d_w_out=True,
-            d_w_in=True,
+            weighted_a=needs_a,
+            d_weights="weights" in wanted,
+            d_w_out=bool({"w_out", "b_out"} & wanted),
+            d_w_in=bool({"w_in", "b_in"} & wanted),
         )
-        + (workspaces.fp8_rows(h.shape[0], h.size // max(h.shape[0], 1)) if config.fp8 else 0),
+        + (workspaces.fp8_rows(h.shape[0], h.size // max(h.shape[0], 1)) if config.fp8 and "x" in wanted else 0),
     )
-    d_weights = None if weights is None else results["d_weights"].astype(weights.dtype)
-    return FfnGradients(
-        results["dx_rows"],
-        MatrixGradient(results["d_w_in"], results["d_b_in"]),
-        MatrixGradient(results["d_w_out"], results["d_b_out"]),
-        d_weights,
-    )
+    gradients = _parameters(results)
+    if results.get("dx_rows") is not None:
+        gradients["x"] = results["dx_rows"]
+    if weights is not None and results.get("d_weights") is not None:
+        gradients["weights"] = results["d_weights"].astype(weights.dtype)
+    return gradients
 
 
 def _backward(
     config: FfnConfig,
     operands: FfnOperands,
     d_out: jax.Array | None,
-    intermediates: dict[str, jax.Array],
+    intermediates: dict[str, jax.Array | None],
     results: dict[str, Any],
     workspace: int,
     skip_rest: int = 0,
@@ -234,7 +269,7 @@ def _backward(
         "ab_xla_expert_ffn_backward",
         {**inputs, "d_out": d_out, **intermediates},
         results,
-        aliases={"h": "dh"} if "h" in intermediates else None,
+        aliases={"h": "dh"} if "h" in intermediates and results.get("dh") is not None else None,
         workspace=workspace,
         orders=config.orders(),
         **config.attributes(),
@@ -277,6 +312,10 @@ class SlotGemm:
     """e4m3 [E, N, D], and scales in the order of w."""
     row_dtype: Any = None
     """Dtype in which rows are sent; None: that of x."""
+    lora_u: jax.Array | None = None
+    """[R, r]: the rows contain u B of an adapter."""
+    lora_b: jax.Array | None = None
+    """B [E or 1, r, N]; if the rows are gradients A [E or 1, N, r], whose transpose then takes the place of B."""
 
     @property
     def dtype(self) -> Any:
@@ -314,6 +353,8 @@ class SlotGemm:
                 "row_of_slot": row_of_slot,
                 "weights": weights if self.early_weights is None else self.early_weights,
                 "addend": addend,
+                "lora_u": self.lora_u,
+                "lora_b": self.lora_b,
             },
             {"out": jax.ShapeDtypeStruct((row_of_slot.shape[0], N), dtype)},
             aliases={"addend": "out"} if addend is not None and addend.dtype == dtype else None,
@@ -323,37 +364,43 @@ class SlotGemm:
             skip_rest=int(self.skip_rest),
             backward=int(self.backward),
             precision=self.precision,
+            orders={"lora_b": "021"} if self.backward else {},
         )
         out: jax.Array = results["out"]
         return out
 
 
 class IntermediateGradients(NamedTuple):
-    """The result of `ffn_backward_by_slot`."""
+    """The result of `ffn_backward_by_slot`; fields that no wanted gradient needs are None."""
 
-    dh: jax.Array
+    dh: jax.Array | None
     """[R, P, F], in the buffer of h."""
-    weighted_a: jax.Array
+    weighted_a: jax.Array | None
     """[R, F]: w a. Both have the dtype of x."""
-    down: MatrixGradient | None
-    """Gradients of w_out and b_out; None: to be computed by `w_out_gradient`."""
+    parameters: dict[str, jax.Array]
+    """Gradients of operands in DOWN, unless `down_gradients` computes them."""
     weights: jax.Array
     """Shape and dtype of the weights."""
     dh_quantized: QuantizedOperand | None = None
     """dh quantised, with scales [R, P, F/128]; None without FP8."""
+    v_in: jax.Array | None = None
+    """[R, r], and v_out [R, q]: see semantics, section 12."""
+    v_out: jax.Array | None = None
 
 
-def ffn_forward_by_slot(config: FfnConfig, operands: FfnOperands, *, save_h: bool) -> tuple[SlotGemm, jax.Array | None]:
-    """The forward rule with slot_of_row, for rows that are then summed per token: (y as a grouped GEMM, h).
+def ffn_forward_by_slot(config: FfnConfig, operands: FfnOperands, *, save: bool) -> tuple[SlotGemm, Saved]:
+    """The forward rule with slot_of_row, for rows that are then summed per token: (y as a grouped GEMM, residuals).
 
     Early weights are those of the operands; late weights are passed to the sum.
     """
     assert operands.slot_of_row is not None and operands.group_sizes is not None
     inputs = operands.by_name() | dict.fromkeys(("w_out", "b_out", "w_out_q", "w_out_scales"))
     if operands.x_quantized is not None:
-        inputs |= {"x": None, "x_q": operands.x_quantized.q, "x_scales": operands.x_quantized.scales}
+        inputs |= {"x_q": operands.x_quantized.q, "x_scales": operands.x_quantized.scales}
+        if not operands.rank("in"):
+            inputs["x"] = None
     F = config.sizes(operands.w_in)[3]
-    results = _forward(config, operands, inputs, "a", F, save_h=save_h)
+    results = _forward(config, operands, inputs, "a", F, save=save)
     y = SlotGemm(
         results["a"],
         None if config.fp8 else operands.w_out,
@@ -367,8 +414,10 @@ def ffn_forward_by_slot(config: FfnConfig, operands: FfnOperands, *, save_h: boo
         x_scales=results["a_scales"],
         w_quantized=None if operands.quantized is None else operands.quantized.operand("w_out", transposed=True),
         row_dtype=operands.x.dtype,
+        lora_u=results["lora_z"],
+        lora_b=None if operands.lora is None else operands.lora.b_out,
     )
-    return y, results["h"]
+    return y, Saved(results["h"], results["lora_u"])
 
 
 def ffn_backward_by_slot(
@@ -376,87 +425,107 @@ def ffn_backward_by_slot(
     operands: FfnOperands,
     h: jax.Array,
     d_out: jax.Array,
+    wanted: Collection[str],
     w_out_dtype: Any = None,
     d_out_quantized: QuantizedOperand | None = None,
 ) -> IntermediateGradients:
     """The first part of `ffn_backward` with slot_of_row, for gradients of rows that are then summed per token.
 
-    The caller then computes the sum of `rows_gradient`, `w_in_gradient`, and `w_out_gradient` if w_out_dtype is None.
+    The caller then computes the sum of `rows_gradient`, `up_gradients`, and `down_gradients` if w_out_dtype is None.
     In this order, and with the gradient of w_out computed here, temporaries and w a can use the memory of the gradient
     of w_in.
 
     Args:
       config: as in the forward pass.
       operands: as for `ffn_backward`.
-      h: as for `ffn_backward`.
+      h: as in `Saved`.
       d_out: as for `ffn_backward`.
-      w_out_dtype: dtype of the gradient of w_out, that of x or float32; None: the gradient is not computed here.
+      wanted: as for `ffn_backward`.
+      w_out_dtype: dtype of the gradient of w_out, that of x or float32; None: gradients of DOWN are not computed here.
       d_out_quantized: d_out quantised, an operand of da'; None: it is quantised here.
     """
     assert operands.slot_of_row is not None and operands.group_sizes is not None and operands.weights is not None
     R, (E, D, P, F), dtype = h.shape[0], config.sizes(operands.w_in), operands.x.dtype
-    has_w_out = w_out_dtype is not None
-    intermediates = {"h": h}
+    r, q = operands.rank("in"), operands.rank("out")
+    wanted = _wanted(operands, wanted)
+    down = [name for name in DOWN if name in wanted]
+    here = down if w_out_dtype is not None else []
+    needs_dh, needs_a = bool({"x", *UP} & wanted), bool(set(down) - {"b_out"})
+    needs_v_in, needs_v_out = bool(r and {"x", "lora_a_in"} & wanted), "lora_a_out" in down and not here
+    intermediates: dict[str, jax.Array | None] = {"h": h}
     if d_out_quantized is not None:
         intermediates |= {"d_out_q": d_out_quantized.q, "d_out_scales": d_out_quantized.scales}
+    quantised = config.fp8 and "x" in wanted
     results = _backward(
         config,
         operands,
         d_out,
         intermediates,
         {
-            "dh": _like(h),
-            "dh_q": jax.ShapeDtypeStruct((R, P, F), jnp.float8_e4m3fn) if config.fp8 else None,
-            "dh_scales": jax.ShapeDtypeStruct((R, P, F // BLOCK), jnp.float32) if config.fp8 else None,
-            "weighted_a": jax.ShapeDtypeStruct((R, F), dtype),
-            "d_w_out": _like(operands.w_out, w_out_dtype) if has_w_out else None,
-            "d_b_out": _like(operands.b_out) if has_w_out else None,
+            "dh": _like(h) if needs_dh else None,
+            "dh_q": jax.ShapeDtypeStruct((R, P, F), jnp.float8_e4m3fn) if quantised else None,
+            "dh_scales": jax.ShapeDtypeStruct((R, P, F // BLOCK), jnp.float32) if quantised else None,
+            "weighted_a": jax.ShapeDtypeStruct((R, F), dtype) if needs_a else None,
             "d_weights": _like(operands.weights, jnp.float32),
+            "lora_v_in": jax.ShapeDtypeStruct((R, r), dtype) if needs_v_in else None,
+            "lora_v_out": jax.ShapeDtypeStruct((R, q), dtype) if needs_v_out else None,
+            **_gradients_like(operands, here, dtype, w_out_dtype),
         },
-        workspaces.ffn_backward(R, (E, D, P, F), dtype, d_out.dtype, d_weights=True, d_w_out=has_w_out),
+        workspaces.ffn_backward(
+            R, (E, D, P, F), dtype, d_out.dtype, d_weights=True, d_w_out=bool({"w_out", "b_out"} & set(here))
+        ),
         skip_rest=int(config.skip_rest),
     )
     return IntermediateGradients(
         results["dh"],
         results["weighted_a"],
-        MatrixGradient(results["d_w_out"], results["d_b_out"]) if has_w_out else None,
+        _parameters(results),
         results["d_weights"].astype(operands.weights.dtype),
-        QuantizedOperand(results["dh_q"], results["dh_scales"]) if config.fp8 else None,
+        QuantizedOperand(results["dh_q"], results["dh_scales"]) if quantised else None,
+        results["lora_v_in"],
+        results["lora_v_out"],
     )
 
 
-def w_out_gradient(
-    config: FfnConfig, operands: FfnOperands, weighted_a: jax.Array, d_out: jax.Array, dtype: Any
-) -> MatrixGradient:
-    """The gradients of w_out, with `dtype`, that of x or float32, and of b_out.
+def down_gradients(
+    config: FfnConfig,
+    operands: FfnOperands,
+    intermediate: IntermediateGradients,
+    d_out: jax.Array,
+    wanted: Collection[str],
+    w_out_dtype: Any,
+) -> dict[str, jax.Array]:
+    """The wanted gradients of operands in DOWN.
 
     Args:
-      config: as for `ffn_backward_by_slot`.
-      operands: as for `ffn_backward_by_slot`.
-      weighted_a: [R, F], from that call.
-      d_out: as for `ffn_backward_by_slot`.
-      dtype: dtype of the gradient of w_out.
+      config, operands, d_out, wanted, w_out_dtype: as for `ffn_backward_by_slot`.
+      intermediate: from that call.
     """
-    R = weighted_a.shape[0]
+    names = [name for name in DOWN if name in _wanted(operands, wanted)]
+    if not names:
+        return {}
+    R = d_out.shape[0] if operands.slot_of_row is None else operands.slot_of_row.shape[0]
     results = _backward(
         config,
         operands,
         d_out,
-        {"weighted_a": weighted_a},
-        {"d_w_out": _like(operands.w_out, dtype), "d_b_out": _like(operands.b_out)},
+        {"weighted_a": intermediate.weighted_a, "lora_v_out": intermediate.v_out},
+        _gradients_like(operands, names, None, w_out_dtype),
         workspaces.ffn_backward(R, config.sizes(operands.w_in), operands.x.dtype, d_out.dtype, d_w_out=True),
     )
-    return MatrixGradient(results["d_w_out"], results["d_b_out"])
+    return _parameters(results)
 
 
-def rows_gradient(
-    config: FfnConfig, operands: FfnOperands, dh: jax.Array, dh_quantized: QuantizedOperand | None = None
-) -> SlotGemm:
-    """The gradient of the rows, [R, D], from dh of `ffn_backward_by_slot`, with FP8 from its quantised dh."""
-    assert operands.slot_of_row is not None and operands.group_sizes is not None
+def rows_gradient(config: FfnConfig, operands: FfnOperands, intermediate: IntermediateGradients) -> SlotGemm:
+    """The gradient of the rows, [R, D], from the result of `ffn_backward_by_slot` for a wanted "x"."""
+    assert operands.slot_of_row is not None and operands.group_sizes is not None and intermediate.dh is not None
+    dh, dh_quantized = intermediate.dh, intermediate.dh_quantized
     E, D, P, F = config.sizes(operands.w_in)
     R, row_arguments = dh.shape[0], (operands.group_sizes, operands.slot_of_row, config.precision)
     options: dict[str, Any] = dict(skip_rest=config.skip_rest, backward=True, row_dtype=operands.x.dtype)
+    if intermediate.v_in is not None:
+        assert operands.lora is not None
+        options |= {"lora_u": intermediate.v_in, "lora_b": operands.lora.a_in}
     if dh_quantized is not None:
         assert operands.quantized is not None
         q, scales = operands.quantized.w_in, operands.quantized.w_in_scales
@@ -475,16 +544,39 @@ def rows_gradient(
     return SlotGemm(dh.reshape(R, P * F), w_in, *row_arguments, transpose_w=transposed, **options)
 
 
-def w_in_gradient(config: FfnConfig, operands: FfnOperands, dh: jax.Array, dtype: Any) -> MatrixGradient:
-    """The gradients of w_in, with `dtype`, that of x or float32, and of b_in, from dh [R, P, F]."""
+def up_gradients(
+    config: FfnConfig,
+    operands: FfnOperands,
+    intermediate: IntermediateGradients,
+    u: jax.Array | None,
+    wanted: Collection[str],
+    w_in_dtype: Any,
+) -> dict[str, jax.Array]:
+    """The wanted gradients of operands in UP.
+
+    Args:
+      config, operands, wanted: as for `ffn_backward_by_slot`.
+      intermediate: from that call.
+      u: as in `Saved`.
+      w_in_dtype: dtype of the gradient of w_in, that of x or float32.
+    """
+    names = [name for name in UP if name in _wanted(operands, wanted)]
+    if not names:
+        return {}
+    dh = intermediate.dh
+    assert dh is not None
     results = _backward(
         config,
         operands,
         None,
-        {"dh": dh},
-        {"d_w_in": _like(operands.w_in, dtype), "d_b_in": _like(operands.b_in)},
+        {
+            "dh": dh,
+            "lora_u": u if "lora_b_in" in names else None,
+            "lora_v_in": intermediate.v_in if "lora_a_in" in names else None,
+        },
+        _gradients_like(operands, names, w_in_dtype, None),
         workspaces.ffn_backward(
             dh.shape[0], config.sizes(operands.w_in), operands.x.dtype, operands.x.dtype, d_w_in=True
         ),
     )
-    return MatrixGradient(results["d_w_in"], results["d_b_in"])
+    return _parameters(results)

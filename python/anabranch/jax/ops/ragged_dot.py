@@ -10,6 +10,7 @@ from anabranch.jax.binding.derivatives import reverse_mode
 from anabranch.jax.binding.sharding import check_whole, vary_alike
 from anabranch.jax.ops.experts import (
     GroupedGemm,
+    GroupedOperands,
     grouped_gemm,
     grouped_matmul_rule,
     grouped_rows,
@@ -74,7 +75,7 @@ def ragged_gemm(
     dtype = result_dtype(preferred_element_type, lhs, rhs)
     options = GroupedGemm(transpose_rhs, operands_precision(precision), dtype=dtype)
     check_whole(function, lhs=lhs, rhs=rhs, group_sizes=sizes)
-    return grouped_matmul_rule(options, *vary_alike(lhs, rhs, sizes))
+    return grouped_matmul_rule(options, GroupedOperands(*vary_alike(lhs, rhs, sizes)))
 
 
 def _check_unused(group_offset: Any, out_sharding: Any) -> None:

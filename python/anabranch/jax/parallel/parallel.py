@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from anabranch.jax.binding.sharding import Axes, array_axes, axes_with_type, cur
 from anabranch.jax.ops.quantized import QuantizedExperts
 from anabranch.jax.parallel.exchange import TRANSPORTS, Bounds, choose
 from anabranch.layouts import Layouts
+from anabranch.lora import Lora
 from anabranch.options import check_layouts
 from anabranch.precision import BLOCK
 
@@ -97,20 +99,27 @@ class Parallel:
         expert = () if self.expert_axis is None else (self.expert_axis,)
         return (*self.data_axes, *expert)
 
-    def specs(self, w_in_layout: str = "dpf", w_out_layout: str = "fd") -> dict[str, PartitionSpec]:
+    def specs(
+        self, w_in_layout: str = "dpf", w_out_layout: str = "fd", *, shared: Sequence[str] = ()
+    ) -> dict[str, PartitionSpec]:
         """The shardings of the arrays of `moe`.
 
         Args:
           w_in_layout, w_out_layout: the layouts of w_in and w_out, as in `moe`.
+          shared: the fields of `lora` that all experts share, for example ("a_in",).
 
         Returns:
-          PartitionSpecs by argument name; that of x shards its first dimension.
+          PartitionSpecs by argument name; that of x shards its first dimension. Those of the fields of `lora` have the
+          names lora_a_in, lora_b_in, lora_a_out and lora_b_out.
 
         Raises:
-          ValueError: an unknown layout.
+          ValueError: an unknown layout or field.
         """
         layouts = check_layouts(w_in_layout, w_out_layout)
         ep, tp, fsdp = self.expert_axis, self.tensor_axis, spec_entry(tuple(self.fsdp_axes))
+        for name in shared:
+            check.choice("shared", name, Lora._fields)
+        own = {name: None if name in shared else ep for name in Lora._fields}
         return {
             "x": PartitionSpec(spec_entry(self.token_axes)),
             "gate": PartitionSpec(fsdp, None),
@@ -121,6 +130,10 @@ class Parallel:
             "b_out": PartitionSpec(ep, fsdp),
             "expert_bias": PartitionSpec(None),
             "qb_bin_bounds": PartitionSpec(None),
+            "lora_a_in": PartitionSpec(own["a_in"], fsdp, None),
+            "lora_b_in": PartitionSpec(own["b_in"], None, None, tp),
+            "lora_a_out": PartitionSpec(own["a_out"], tp, None),
+            "lora_b_out": PartitionSpec(own["b_out"], None, fsdp),
         }
 
 
@@ -145,6 +158,7 @@ class Placement:
       transport: a key of TRANSPORTS.
       bounds: the bounds of the transport's buffers.
       layouts: the layouts of w_in and w_out.
+      shared: the fields of Lora that all experts share.
     """
 
     parallel: Parallel
@@ -155,6 +169,7 @@ class Placement:
     transport: str
     bounds: Bounds
     layouts: Layouts
+    shared: tuple[str, ...] = ()
 
     @property
     def token_axes(self) -> Axes:
@@ -210,7 +225,9 @@ def place(
                     f'{size(*axes)}, the devices along {", ".join(map(repr, axes))}: with precision="fp8" a block of '
                     f"{BLOCK} has one scale, and must not be spread over devices"
                 )
-    for name, spec in parallel.specs(*layouts).items():
+    factors = {name: arrays.get(f"lora_{name}") for name in Lora._fields}
+    shared = tuple(n for n, factor in factors.items() if factor is not None and factor.shape[0] == 1 < num_experts)
+    for name, spec in parallel.specs(*layouts, shared=shared).items():
         if name != "x" and arrays.get(name) is not None:
             _check_spec(name, arrays[name], spec)
 
@@ -242,6 +259,7 @@ def place(
         transport=transport,
         bounds=bounds,
         layouts=layouts,
+        shared=shared,
     )
 
 

@@ -10,6 +10,7 @@ from anabranch.jax.binding.derivatives import reverse_mode
 from anabranch.jax.binding.sharding import check_whole, vary_alike
 from anabranch.jax.ops.experts import (
     GroupedGemm,
+    GroupedOperands,
     grouped_gemm,
     grouped_matmul_rule,
     grouped_rows,
@@ -134,5 +135,7 @@ def grouped_dense(
         )
     check_whole("grouped_dense", x=x, kernel=kernel, group_sizes=sizes, bias=bias)
     if bias is None:
-        return grouped_matmul_rule(GroupedGemm(transpose, number, dtype=dtype), *vary_alike(x, kernel, sizes))
+        return grouped_matmul_rule(
+            GroupedGemm(transpose, number, dtype=dtype), GroupedOperands(*vary_alike(x, kernel, sizes))
+        )
     return _biased_gemm(_Config(transpose, number, dtype), *vary_alike(x, kernel, sizes, bias))

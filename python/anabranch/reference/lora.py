@@ -7,19 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from anabranch.lora import Lora
+
 from .scores import as_float64
-
-
-class Lora(NamedTuple):
-    """The LoRA factors of both projections, or their gradients. Both factors of a pair are arrays or None.
-
-    a_in: [E or 1, D, r]. b_in: [E or 1, r, 2 or 1, F]. a_out: [E or 1, F, q]. b_out: [E or 1, q, D].
-    """
-
-    a_in: np.ndarray | None = None
-    b_in: np.ndarray | None = None
-    a_out: np.ndarray | None = None
-    b_out: np.ndarray | None = None
 
 
 class Adapter(NamedTuple):

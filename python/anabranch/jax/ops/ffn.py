@@ -570,7 +570,7 @@ def up_gradients(
         operands,
         None,
         {
-            "dh": dh,
+            "dh": None if names == ["lora_a_in"] else dh,
             "lora_u": u if "lora_b_in" in names else None,
             "lora_v_in": intermediate.v_in if "lora_a_in" in names else None,
         },

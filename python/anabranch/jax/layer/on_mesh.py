@@ -127,7 +127,7 @@ def _gathered(config: LayerConfig, placement: Placement, operands: Operands, *, 
 
 def _reduced(placement: Placement, name: str, gradient: jax.Array) -> jax.Array:
     """The gradient of a parameter, summed over the devices that have the same shard of it."""
-    on_every_rank = name in ("gate", "gate_bias") or name.removeprefix("lora_") in placement.shared
+    on_every_rank = name in ("gate", "gate_bias") or name in [f"lora_{field}" for field in placement.shared]
     axes = placement.token_axes if on_every_rank else tuple(placement.parallel.data_axes)
     if name in ("lora_a_in", "lora_b_out"):  # from v_in and z', which every shard of F computes for its columns
         gradient = _tensor_sum(placement, gradient)

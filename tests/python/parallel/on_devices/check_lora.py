@@ -1,0 +1,98 @@
+"""Adapters on meshes against the float64 oracle: own and shared factors, every transport, every axis, frozen weights."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType
+from meshes import around, kept_and_dropped, mesh_of, placed, put
+
+from anabranch.jax import Parallel, moe
+from anabranch.lora import NAMES
+from moe_cases import check_layer, lora_of, operands, with_lora
+
+EVERY_AXIS = dict(expert_axis="expert", data_axes="data", fsdp_axes="data", tensor_axis="tensor")
+CASES = {
+    "ring": dict(ranks=(4, 4), shared=("a_in", "b_out")),
+    "all_to_all": dict(ranks=(5, 3), shared=()),
+    "ragged": dict(ranks=(2, 6), shared=("b_in", "a_out")),
+}
+SCALES = (0.7, -1.2)
+
+
+def placed_with(mesh, parallel, shared):
+    specs = parallel.specs(shared=shared)
+    place = placed(mesh, parallel)
+    return lambda name, array: put(mesh, array, *specs[name]) if name in NAMES else place(name, array)
+
+
+@pytest.mark.parametrize("transport", CASES)
+def test_every_axis(axis_type, transport):
+    mesh = mesh_of(axis_type, data=2, expert=2, tensor=2)
+    parallel = Parallel(**EVERY_AXIS, transport=transport)
+    case = CASES[transport]
+    arrays = with_lora(operands(32, 4, 2, 16, 24, bias=True, skew=2.0, cold=1), **case)
+    options = dict(parallel=parallel, topk=2, aux_loss_coeff=0.3, lora_scale=SCALES)
+    with jax.set_mesh(mesh):
+        check_layer(
+            arrays, put=placed_with(mesh, parallel, case["shared"]), weight_early=transport == "ragged", **options
+        )
+
+
+@pytest.mark.parametrize("transport", CASES)
+def test_drops_of_bounded_buffers(transport):
+    mesh = mesh_of(data=2, expert=4)
+    parallel = Parallel(expert_axis="expert", data_axes="data", transport=transport, capacity_factor=0.8)
+    case = CASES[transport]
+    arrays = with_lora(operands(64, 8, 2, 16, 24, bias=True, skew=2.0), **case)
+    options = dict(topk=2, lora_scale=SCALES, align_size=8)
+    kept, dropped = kept_and_dropped(arrays, options, parallel, 4, 2)
+    assert dropped.sum() > 5
+    with jax.set_mesh(mesh):
+        check_layer(arrays, put=placed_with(mesh, parallel, case["shared"]), parallel=parallel, kept=kept, **options)
+
+
+def test_tokens_in_any_sharding(axis_type):
+    mesh = mesh_of(axis_type, a=4, b=2)
+    arrays = with_lora(operands(64, 7, 3, 24, 40, bias=True, skew=2.0, cold=2), (4, 3), ("a_out",))
+    tokens = ("x", "output", "token_mask")
+
+    def place(name, array):
+        return put(mesh, array, *((("b", "a"),) if name in tokens else ()))
+
+    with around(mesh):
+        check_layer(arrays, put=place, topk=3, aux_loss_coeff=0.3, lora_scale=SCALES)
+
+
+@pytest.mark.parametrize("on", ["mesh", "shards"])
+def test_gradients_of_frozen_weights_are_not_computed(on):
+    mesh = mesh_of(AxisType.Auto, data=2, expert=4)
+    parallel = Parallel(expert_axis="expert", data_axes="data") if on == "mesh" else None
+    arrays = with_lora(operands(64, 8, 2, 16, 24), (4, 3))
+    place = placed_with(
+        mesh, Parallel(expert_axis="expert", data_axes="data") if parallel else Parallel(data_axes="data"), ()
+    )
+    arrays = {name: place(name, array) for name, array in arrays.items() if array is not None}
+
+    def loss(x, factors):
+        whole = arrays | factors | {"x": x}
+        main = (whole[name] for name in ("x", "gate", "w_in", "w_out"))
+        return jnp.sum(jnp.sin(moe(*main, topk=2, lora=lora_of(whole), parallel=parallel).output))
+
+    factors = {name: arrays[name] for name in NAMES}
+    with jax.set_mesh(mesh):
+        text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(arrays["x"], factors).compile().as_text()
+    calls = [line for line in text.splitlines() if "ab_xla_expert_ffn_backward" in line]
+    assert calls
+    requested = {name for line in calls for name in line.split('results = "')[1].split('"')[0].split(",")}
+    assert {f"d_{name}" for name in NAMES} <= requested and not {"d_w_in", "d_w_out"} & requested
+
+
+def test_specs_of_shared_factors():
+    specs = Parallel(**EVERY_AXIS).specs(shared=("a_in",))
+    assert tuple(specs["lora_a_in"]) == (None, "data", None) and tuple(specs["lora_a_out"]) == (
+        "expert",
+        "tensor",
+        None,
+    )
+    with pytest.raises(ValueError, match=r"shared: got 'w_in', expected one of 'a_in'"):
+        Parallel(**EVERY_AXIS).specs(shared=("w_in",))

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType
-from meshes import around, kept_and_dropped, mesh_of, placed, put
+from meshes import P, around, kept_and_dropped, mesh_of, placed, put
 
 from anabranch.jax import Parallel, moe
 from anabranch.lora import NAMES
@@ -63,24 +63,30 @@ def test_tokens_in_any_sharding(axis_type):
         check_layer(arrays, put=place, topk=3, aux_loss_coeff=0.3, lora_scale=SCALES)
 
 
-@pytest.mark.parametrize("on", ["mesh", "shards"])
+@pytest.mark.parametrize("on", ["mesh", "shards", "shard_map"])
 def test_gradients_of_frozen_weights_are_not_computed(on):
     mesh = mesh_of(AxisType.Auto, data=2, expert=4)
     parallel = Parallel(expert_axis="expert", data_axes="data") if on == "mesh" else None
     arrays = with_lora(operands(64, 8, 2, 16, 24), (4, 3))
-    place = placed_with(
-        mesh, Parallel(expert_axis="expert", data_axes="data") if parallel else Parallel(data_axes="data"), ()
-    )
-    arrays = {name: place(name, array) for name, array in arrays.items() if array is not None}
+    tokens = P(("data", "expert"))
+    specs = parallel.specs() if parallel else dict.fromkeys(arrays, P()) | {"x": tokens}
+    arrays = {name: put(mesh, array, *specs[name]) for name, array in arrays.items() if array is not None}
+    names = ("x", *NAMES)
 
-    def loss(x, factors):
-        whole = arrays | factors | {"x": x}
-        main = (whole[name] for name in ("x", "gate", "w_in", "w_out"))
-        return jnp.sum(jnp.sin(moe(*main, topk=2, lora=lora_of(whole), parallel=parallel).output))
+    def output(arrays):
+        main = (arrays[name] for name in ("x", "gate", "w_in", "w_out"))
+        return moe(*main, topk=2, lora=lora_of(arrays), parallel=parallel).output
 
-    factors = {name: arrays[name] for name in NAMES}
+    def loss(part, frozen):
+        function = output
+        if on == "shard_map":
+            in_specs = ({name: specs[name] for name in (*part, *frozen)},)
+            function = jax.shard_map(output, mesh=mesh, in_specs=in_specs, out_specs=tokens)
+        return jnp.sum(jnp.sin(function(part | frozen)))
+
+    frozen = {name: array for name, array in arrays.items() if name not in names}
     with jax.set_mesh(mesh):
-        text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(arrays["x"], factors).compile().as_text()
+        text = jax.jit(jax.grad(loss)).lower({n: arrays[n] for n in names}, frozen).compile().as_text()
     calls = [line for line in text.splitlines() if "ab_xla_expert_ffn_backward" in line]
     assert calls
     requested = {name for line in calls for name in line.split('results = "')[1].split('"')[0].split(",")}

@@ -112,6 +112,49 @@ def check_lora(
     return None if a_in is None and a_out is None else checked
 
 
+def check_names_of(argument: str, value: Any, names: Sequence[str]) -> tuple[str, ...]:
+    """Checks an argument that is a sequence of distinct names."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise TypeError(f"{argument}: got {checks.describe(value)}, expected a sequence of names of {names}")
+    chosen = tuple(checks.choice(argument, name, names) for name in value)
+    if len(set(chosen)) < len(chosen):
+        raise ValueError(f"{argument}: got {chosen}, expected distinct names")
+    return chosen
+
+
+def factor_shapes(
+    sizes: Mapping[str, int], rank: int, projections: Sequence[str], shared: Sequence[str]
+) -> dict[str, tuple[int, ...]]:
+    """The shapes of the factors of new adapters, by field of `Lora`. sizes: see `check_lora`."""
+    E, D, P, F = (sizes[axis] for axis in "edpf")
+    shapes = {"a_in": (D, rank), "b_in": (rank, P, F), "a_out": (F, rank), "b_out": (rank, D)}
+    return {
+        name: (1 if name in shared else E, *shape)
+        for name, shape in shapes.items()
+        if name.split("_")[1] in projections
+    }
+
+
+class NewLora(NamedTuple):
+    """The checked options of a module that has adapters of its own, in both projections."""
+
+    rank: int
+    """0: no adapters."""
+    scale: float
+    shared: tuple[str, ...]
+
+
+def new_lora(lora_rank: Any, lora_alpha: Any, lora_shared: Any) -> NewLora:
+    """Checks the arguments lora_rank, lora_alpha and lora_shared of a module."""
+    rank = checks.integer("lora_rank", lora_rank, 0, checks.INDEX_LIMIT - 1)
+    alpha = None if lora_alpha is None else checks.number("lora_alpha", lora_alpha)
+    shared = check_names_of("lora_shared", lora_shared, Lora._fields)
+    if not rank and (alpha is not None or shared):
+        name, value = ("lora_shared", shared) if alpha is None else ("lora_alpha", alpha)
+        raise ValueError(f"{name}: got {value} without adapters, expected lora_rank >= 1")
+    return NewLora(rank, 1.0 if alpha is None else alpha / rank, shared)
+
+
 def operand_fields(lora: Lora | None) -> dict[str, Any]:
     """The factors by the names of the layer's operands; empty without adapters."""
     return {} if lora is None else dict(zip(NAMES, lora, strict=True))

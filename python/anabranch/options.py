@@ -47,11 +47,16 @@ class NetworkKeywords(TypedDict, total=False):
     fp8_scales: str
 
 
-class ExpertsKeywords(NetworkKeywords, total=False):
-    """The options of the experts."""
+class LayoutKeywords(TypedDict, total=False):
+    """The layouts of the experts' weights."""
 
     w_in_layout: str
     w_out_layout: str
+
+
+class ExpertsKeywords(NetworkKeywords, LayoutKeywords, total=False):
+    """The options of the experts."""
+
     lora_scale: float | tuple[float, float]
 
 
@@ -69,6 +74,10 @@ class ModuleKeywords(RouterKeywords, NetworkKeywords, total=False):
     align_size: int
 
 
+class LayoutModuleKeywords(ModuleKeywords, LayoutKeywords, total=False):
+    """The options of a layer whose caller chooses the layouts of its weights."""
+
+
 class LayerKeywords(ModuleKeywords, RoutedKeywords, total=False):
     """The options of `moe` except topk and qb_bins."""
 
@@ -77,6 +86,7 @@ ROUTER_NAMES = tuple(typing.get_type_hints(RouterKeywords))
 EXPERTS_NAMES = tuple(typing.get_type_hints(ExpertsKeywords))
 ROUTED_NAMES = tuple(typing.get_type_hints(RoutedKeywords))
 MODULE_NAMES = tuple(typing.get_type_hints(ModuleKeywords))
+LAYOUT_MODULE_NAMES = tuple(typing.get_type_hints(LayoutModuleKeywords))
 LAYER_NAMES = tuple(typing.get_type_hints(LayerKeywords))
 
 

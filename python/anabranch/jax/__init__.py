@@ -9,6 +9,7 @@ from anabranch.activation import Activation
 with needed_by("anabranch.jax"):
     from anabranch.jax.binding import ffi
 from anabranch.jax.binding.ffi import custom_calls
+from anabranch.jax.layer.lora import init_lora, join_lora, merge_lora
 from anabranch.jax.layer.moe import MoEOutput, moe
 from anabranch.jax.layer.quantize_experts import quantize_experts
 from anabranch.jax.layer.routed_experts import RoutedExpertsOutput, routed_experts
@@ -65,9 +66,12 @@ __all__ = [
     "gmm",
     "grouped_dense",
     "grouped_matmul",
+    "init_lora",
+    "join_lora",
     "load_balance_loss",
     "local_permute_after_a2a",
     "local_unpermute_before_a2a",
+    "merge_lora",
     "moe",
     "plan",
     "pure_jax_token_combine",

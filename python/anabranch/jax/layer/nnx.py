@@ -1,6 +1,7 @@
 """Flax NNX layer: the whole Mixture-of-Experts layer with its parameters and router state."""
 
 import math
+from collections.abc import Sequence
 from typing import Any, Unpack
 
 import jax
@@ -19,13 +20,21 @@ from anabranch.jax.layer.initializers import (
     default_out_init,
     initializer,
 )
+from anabranch.jax.layer.lora import new_factor
 from anabranch.jax.layer.moe import MoEOutput, layer_config, run_layer
 from anabranch.jax.layer.shared_expert import shared_expert
 from anabranch.jax.ops.quantile import host_bounds, quantile_bias
 from anabranch.jax.ops.quantized import QuantizedExperts
 from anabranch.jax.parallel.parallel import Parallel
 from anabranch.layouts import OURS, Layouts
-from anabranch.options import LAYER_NAMES, LayerKeywords, LayerOptions, check_names, takes_options
+from anabranch.lora import PROJECTIONS, Lora, factor_shapes, new_lora
+from anabranch.options import (
+    LAYOUT_MODULE_NAMES,
+    LayerOptions,
+    LayoutModuleKeywords,
+    check_names,
+    takes_options,
+)
 from anabranch.precision import check_fp8_widths, dense_precision
 
 with needed_by("anabranch.jax.nnx"):
@@ -36,13 +45,16 @@ class RouterState(nnx.Variable):
     """Router state that no optimiser updates: the expert bias of auxiliary-loss-free load balancing."""
 
 
-def sharding(parallel: Parallel, name: str, layouts: Layouts = OURS) -> PartitionSpec | NamedSharding:
+def sharding(
+    parallel: Parallel, name: str, layouts: Layouts = OURS, shared: Sequence[str] = ()
+) -> PartitionSpec | NamedSharding:
     """The sharding of a parameter of `MoE` on the mesh of `parallel`.
 
     Args:
       parallel: how the layer is spread over the mesh.
       name: the parameter's name in `moe`.
       layouts: the layouts of w_in and w_out.
+      shared: the fields of `Lora` that all experts share.
 
     Returns:
       A PartitionSpec if the context has a mesh or `parallel` has none, else a NamedSharding on the mesh of `parallel`.
@@ -50,7 +62,7 @@ def sharding(parallel: Parallel, name: str, layouts: Layouts = OURS) -> Partitio
     Raises:
       KeyError: `moe` has no sharded argument with this name.
     """
-    spec = parallel.specs(*layouts)[name]
+    spec = parallel.specs(*layouts, shared=shared)[name]
     if parallel.mesh is None or not jax.sharding.get_abstract_mesh().empty:
         return spec
     return NamedSharding(parallel.mesh, spec)
@@ -66,16 +78,19 @@ def _params_stream(rngs: Any) -> Any:
         raise ValueError(f"rngs: got the streams {list(rngs)}, expected 'params' or 'default'") from None
 
 
-@takes_options(LayerKeywords)
+@takes_options(LayoutModuleKeywords)
 class MoE(nnx.Module):
     """A Mixture-of-Experts feed-forward layer.
 
     Parameters (`nnx.Param`): `gate` [D, E], `w_in` [E, D, 2, F] (gate and up columns; [E, D, 1, F] if not gated),
     `w_out` [E, F, D]; with `use_gate_bias` also `gate_bias` [E]; with `use_bias` also `b_in` [E, 2 or 1, F] and `b_out`
     [E, D]; with `shared_features` S > 0 also `shared_in` [D, 2 or 1, S] and `shared_out` [S, D]; with `shared_gate`
-    also `shared_gate` [D, 1]. State (`RouterState`): `expert_bias` float32 [E] with `use_expert_bias` or `balance`. If
-    `nnx.update`, `nnx.merge` or a cast of the state changes its float dtype, a forward pass reads it as float32 and an
-    update makes it float32 again, because 16 bits lose steps of 1e-3.
+    also `shared_gate` [D, 1]. With `lora_rank` r > 0 also the adapters' factors (`nnx.LoRAParam`) `lora_a_in` [E or 1,
+    D, r], `lora_b_in` [E or 1, r, 2 or 1, F], `lora_a_out` [E or 1, F, r] and `lora_b_out` [E or 1, r, D]; to train
+    them alone, differentiate and update `nnx.LoRAParam`: frozen weights cost nothing. State (`RouterState`):
+    `expert_bias` float32 [E] with `use_expert_bias` or `balance`. If `nnx.update`, `nnx.merge` or a cast of the state
+    changes its float dtype, a forward pass reads it as float32 and an update makes it float32 again, because 16 bits
+    lose steps of 1e-3.
 
     Args:
       in_features: D, width of the model.
@@ -91,6 +106,10 @@ class MoE(nnx.Module):
       use_bias: whether the experts have biases b_in and b_out.
       shared_features: width S of a dense expert that processes every token; 0: none.
       shared_gate: multiply the shared expert's output by sigmoid(<x, shared_gate>).
+      lora_rank: rank of low-rank adapters of w_in and w_out, which start without effect; 0: no adapters. A layer of a
+        saved model gets them from a state without factors: build it with `lora_rank` and update it with that state.
+      lora_alpha: the adapters are multiplied by lora_alpha / lora_rank; None: by 1.
+      lora_shared: the fields of `Lora` that all experts share, for example ("a_in",).
       parallel: spreads the layer over a mesh. The parameters then have shardings (`out_sharding`). Under jax.set_mesh,
         or with a `Parallel` that has a mesh, they are created in shards. A shared expert is replicated.
       dtype: dtype of the computation, float32, bfloat16 or float16; None: that of the input.
@@ -133,14 +152,17 @@ class MoE(nnx.Module):
         use_bias: bool = False,
         shared_features: int = 0,
         shared_gate: bool = False,
+        lora_rank: int = 0,
+        lora_alpha: float | None = None,
+        lora_shared: Sequence[str] = (),
         parallel: Parallel | None = None,
         dtype: Any | None = None,
         param_dtype: Any = jnp.float32,
         kernel_init: Initializer | None = None,
         rngs: nnx.Rngs,
-        **options: Unpack[LayerKeywords],
+        **options: Unpack[LayoutModuleKeywords],
     ):
-        check_names("MoE", LAYER_NAMES, options)
+        check_names("MoE", LAYOUT_MODULE_NAMES, options)
         largest = check.INDEX_LIMIT - 1
         D = check.integer("in_features", in_features, 1, largest)
         F = check.integer("hidden_features", hidden_features, 1, largest)
@@ -157,7 +179,10 @@ class MoE(nnx.Module):
         in_init = initializer("kernel_init", kernel_init, default_in_init)
         out_init = initializer("kernel_init", kernel_init, default_out_init)
         quantile = balance is not None and check.choice("balance", balance, ("quantile",)) == "quantile"
-        given = LayerOptions(topk=topk, qb_bins=qb_bins if quantile else None, **options)
+        lora = new_lora(lora_rank, lora_alpha, lora_shared)
+        given = LayerOptions(
+            topk=topk, qb_bins=qb_bins if quantile else None, lora_scale=lora.scale if lora.rank else 1.0, **options
+        )
         layouts = given.layouts()
         if layer_config(given, E, parts, parallel).ffn.fp8:
             check_fp8_widths("hidden_features", f"{F} beside in_features {D}", in_features=D, hidden_features=F)
@@ -166,13 +191,13 @@ class MoE(nnx.Module):
         self.qb_bin_bounds = host_bounds(qb_bin_bounds) if quantile else None
         key = _params_stream(rngs)
 
-        def parameter(name: str, value: jax.Array) -> nnx.Param:
+        def parameter(name: str, value: jax.Array, kind: type[nnx.Param] = nnx.Param) -> nnx.Param:
             if name in ("w_in", "w_out", "b_in"):
                 value = value.transpose(layouts.from_ours(name))
             if parallel is None:
-                return nnx.Param(value)
+                return kind(value)
             try:
-                return nnx.Param(value, out_sharding=sharding(parallel, name, layouts))
+                return kind(value, out_sharding=sharding(parallel, name, layouts, lora.shared))
             except ValueError as error:  # flax found no mesh, or the mesh does not fit the parameter
                 raise ValueError(
                     f"parallel: got {parallel}, which does not place {name} {check.describe(value)}, expected one "
@@ -189,6 +214,14 @@ class MoE(nnx.Module):
         self.shared_in = nnx.Param(in_init(key(), (1, D, parts, S), param_dtype)[0]) if S else None
         self.shared_out = nnx.Param(out_init(key(), (1, S, D), param_dtype)[0]) if S else None
         self.shared_gate = nnx.Param(gate_init(key(), (D, 1), param_dtype)) if shared_gate else None
+        sizes = {"e": E, "d": D, "p": parts, "f": F}
+        shapes = factor_shapes(sizes, lora.rank, PROJECTIONS, lora.shared) if lora.rank else {}
+        for name in Lora._fields:
+            factor = None
+            if name in shapes:
+                new = new_factor(name, key() if name.startswith("a") else None, shapes[name], param_dtype)
+                factor = parameter(f"lora_{name}", new, nnx.LoRAParam)
+            setattr(self, f"lora_{name}", factor)
 
     def __call__(
         self,
@@ -237,7 +270,9 @@ class MoE(nnx.Module):
             forced_experts=forced_experts,
             qb_bin_bounds=self.qb_bin_bounds,
         )
-        result = run_layer(self.options, arrays, self.parallel, quantized)
+        factors = (getattr(self, f"lora_{name}") for name in Lora._fields)
+        lora = Lora(*(None if factor is None else weights(factor) for factor in factors))
+        result = run_layer(self.options, arrays, self.parallel, quantized, lora)
         if any(type(captured) is nnx.Intermediate for captured in getattr(self, "__captures__", ())):
             bias = None if self.gate_bias is None else self.gate_bias[...]
             self.sow(nnx.Intermediate, "router_logits", router_logits(x, self.gate[...], bias))

@@ -19,12 +19,14 @@ from anabranch.jax.layer.initializers import (
     default_shared_in_init,
     initializer,
 )
+from anabranch.jax.layer.lora import new_factor
 from anabranch.jax.layer.moe import layer_config, run_layer
 from anabranch.jax.layer.shared_expert import shared_expert
 from anabranch.jax.ops.quantized import QuantizedExperts
 from anabranch.jax.parallel.parallel import Parallel
 from anabranch.jax.te.router import score_function_name
 from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS, Layouts
+from anabranch.lora import PROJECTIONS, Lora, factor_shapes, new_lora
 from anabranch.options import LayerOptions
 from anabranch.precision import dense_precision
 
@@ -50,7 +52,10 @@ class MoEBlock(nn.Module):
     `jnp.stack([wi_0, wi_1], axis=2)`), `wo` [E, F, D]; with `use_ffn_bias` also `wi_bias` [E, 2, F]
     (`jnp.stack([wi_0_bias, wi_1_bias], axis=1)`) and `wo_bias` [E, D]; with `use_gate_bias` also `gate_bias` [E]; with
     `shared_features` S > 0 also `shared_wi` [D, 2, S] and `shared_wo` [S, D]; with `shared_gate` also
-    `shared_gate_kernel` [D, 1]. The expert bias is a variable in the collection `router_state`, not a parameter.
+    `shared_gate_kernel` [D, 1]. With `lora_rank` r > 0 the collection `lora` has the adapters' factors `a_in` [E or 1,
+    D, r], `b_in` [E or 1, r, 2, F], `a_out` [E or 1, F, r] and `b_out` [E or 1, r, D]; to train them alone,
+    differentiate with respect to this collection: frozen parameters cost nothing. The expert bias is a variable in the
+    collection `router_state`, not a parameter.
 
     Attributes:
       num_experts: E.
@@ -87,6 +92,9 @@ class MoEBlock(nn.Module):
       precision: how float32 operands of the experts' GEMMs are multiplied, "highest" or "tf32", as in `moe`; also for
         the shared expert. "fp8": the operands of the experts' GEMMs are quantised, those of a shared expert are not.
       fp8_scales: with "fp8", "float32" or "power_of_two", as in `moe`.
+      lora_rank: rank of low-rank adapters of wi and wo, which start without effect; 0: no adapters.
+      lora_alpha: the adapters are multiplied by lora_alpha / lora_rank; None: by 1.
+      lora_shared: the factors that all experts share, for example ("a_in",).
 
     Raises:
       TypeError, ValueError: from the constructor, if an attribute is wrong; the message names it.
@@ -144,6 +152,9 @@ class MoEBlock(nn.Module):
     wo_layout: str = "fd"
     precision: str = "highest"
     fp8_scales: str = "float32"
+    lora_rank: int = 0
+    lora_alpha: float | None = None
+    lora_shared: tuple[str, ...] = ()
 
     # Helpers are marked nowrap: methods that Flax wraps can't be called before a module is set up (tabulate asserts
     # it), and later calls would appear as rows of tabulate's table.
@@ -214,6 +225,7 @@ class MoEBlock(nn.Module):
             w_out_layout=check.choice("wo_layout", self.wo_layout, OUT_LAYOUTS),
             precision=self.precision,
             fp8_scales=self.fp8_scales,
+            lora_scale=new_lora(self.lora_rank, self.lora_alpha, self.lora_shared).scale,
         )
         layer_config(options, E, 2, self.parallel)
         return options
@@ -262,6 +274,32 @@ class MoEBlock(nn.Module):
 
         value: jax.Array = self.variable("router_state", "expert_bias", initial).value
         return value
+
+    @nn.nowrap
+    def _lora(self, D: int) -> Lora | None:
+        """The factors of the adapters, None without adapters."""
+        if not self.lora_rank:
+            return None
+        sizes = {"e": self.num_experts, "d": D, "p": 2, "f": self.intermediate_size}
+        shapes = factor_shapes(sizes, self.lora_rank, PROJECTIONS, self.lora_shared)
+        (experts, d, f), out = self.wi_kernel_axes or (None,) * 3, self.wo_kernel_axes or (None,) * 3
+        axes = {"a_in": (d, None), "b_in": (None, None, f), "a_out": (out[1], None), "b_out": (None, out[2])}
+
+        def factor(name: str, shape: tuple[int, ...]) -> jax.Array:
+            annotated = self.wi_kernel_axes if name.endswith("in") else self.wo_kernel_axes
+            first = None if name in self.lora_shared else experts if name.endswith("in") else out[0]
+
+            def initial() -> Any:
+                def init(key: jax.Array) -> jax.Array:
+                    return new_factor(name, key, shape, self.dtype)
+
+                boxed = nn.with_logical_partitioning(init, (first, *axes[name])) if annotated else init
+                return boxed(self.make_rng("params"))
+
+            value: jax.Array = self.variable("lora", name, initial).value
+            return value
+
+        return Lora(**{name: factor(name, shape) for name, shape in shapes.items()})
 
     @nn.nowrap
     def _shared(self, x: jax.Array, token_mask: jax.Array | None) -> jax.Array:
@@ -339,7 +377,7 @@ class MoEBlock(nn.Module):
             token_mask=token_mask,
             forced_experts=forced_experts,
         )
-        result = run_layer(self._options(), arrays, self.parallel, quantized)
+        result = run_layer(self._options(), arrays, self.parallel, quantized, self._lora(D))
         for name in ("tokens_per_expert", "dropped", "dropped_by_source", "aux_loss", "z_loss", "experts"):
             self.sow("intermediates", name, getattr(result, name))
         output = result.output

@@ -36,6 +36,7 @@ RAGGED = dict(all_shards_tokens_per_expert=np.ones((P, E), np.int32), shard_id=0
 ROUTING = dict(topk=K, score_function="sigmoid", num_groups=2, group_topk=1, expert_bias=floats(E), token_mask=MASK)
 MATRICES = dict(w_in=floats(E, D, 2, F), w_out=floats(E, F, D), b_in=floats(E, 2, F), b_out=floats(E, D))
 LAYER = dict(in_features=D, hidden_features=F, num_experts=E, topk=K)
+LORA = ab.Lora(floats(1, D, 2), floats(E, 2, 2, F), floats(E, F, 2), floats(1, 2, D))
 BLOCK = dict(num_experts=E, num_experts_per_tok=K, intermediate_size=F)
 
 
@@ -83,7 +84,9 @@ CALLS = {
     ab.compute_reverse_ragged_all_to_all_params: RAGGED,
     ab.custom_calls: {},
     ab.dispatch: dict(x=floats(T, D), plan=PLAN),
-    ab.expert_ffn: dict(rows=floats(R, D), group_sizes=np.array(PLAN.group_sizes), weights=floats(R), **MATRICES),
+    ab.expert_ffn: dict(
+        rows=floats(R, D), group_sizes=np.array(PLAN.group_sizes), weights=floats(R), lora=LORA, **MATRICES
+    ),
     ab.fused_compute_score_for_moe_aux_loss: dict(logits=floats(T, E), topk=K, score_function="softmax"),
     ab.fused_moe_aux_loss: dict(
         probs=floats(T, E), tokens_per_expert=np.ones(E, np.int32), topk=K, coeff=0.1, total_num_tokens=T, num_experts=E
@@ -94,13 +97,21 @@ CALLS = {
     ab.grouped_dense: dict(
         x=floats(R, D), kernel=floats(E, D, F), group_sizes=np.ones(E, np.int32), bias=floats(E, F), precision="highest"
     ),
-    ab.grouped_matmul: dict(x=floats(R, D), w=floats(E, D, F), group_sizes=np.ones(E, np.int32)),
+    ab.grouped_matmul: dict(
+        x=floats(R, D),
+        w=floats(E, D, F),
+        group_sizes=np.ones(E, np.int32),
+        lora=(floats(E, D, 2), floats(1, 2, F)),
+    ),
+    ab.init_lora: dict(key=jax.random.key(0), w_in=MATRICES["w_in"], w_out=MATRICES["w_out"], rank=2),
+    ab.join_lora: dict(gate=(floats(E, D, 2), floats(1, 2, F)), up=(floats(1, D, 3), floats(E, 3, F))),
     ab.load_balance_loss: dict(
         score_sum=floats(E), tokens_per_expert=np.ones(E, np.int32), topk=K, coeff=0.1, num_tokens=T
     ),
     ab.local_permute_after_a2a: dict(x_recv=floats(R, D), **RAGGED),
     ab.local_unpermute_before_a2a: dict(expert_outputs=floats(R, D), state=ARRIVED[2]),
-    ab.moe: dict(x=floats(T, D), gate=floats(D, E), gate_bias=floats(E), **MATRICES, **ROUTING),
+    ab.moe: dict(x=floats(T, D), gate=floats(D, E), gate_bias=floats(E), lora=LORA, **MATRICES, **ROUTING),
+    ab.merge_lora: dict(w_in=MATRICES["w_in"], w_out=MATRICES["w_out"], lora=LORA),
     ab.plan: dict(experts=EXPERTS, num_experts=E, align_size=2, num_rows=40, num_destinations=2),
     ab.pure_jax_token_combine: dict(
         expert_outputs=floats(*PURE[0].shape),
@@ -125,7 +136,7 @@ CALLS = {
     ),
     ab.quantize_experts: dict(w_in=floats(E, 128, 2, 128), w_out=floats(E, 128, 128)),
     ab.route: dict(logits=floats(T, E), **ROUTING),
-    ab.routed_experts: dict(x=floats(T, D), experts=EXPERTS, weights=floats(T, K), **MATRICES),
+    ab.routed_experts: dict(x=floats(T, D), experts=EXPERTS, weights=floats(T, K), lora=LORA, **MATRICES),
     ab.routing_map_to_selected_experts: dict(sparse_probs=floats(T, E), routing_map=MAP, topk=K),
     ab.shared_expert: dict(
         x=floats(T, D), w_in=floats(D, 2, F), w_out=floats(F, D), w_gate=floats(D, 1), token_mask=MASK

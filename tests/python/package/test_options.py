@@ -21,7 +21,7 @@ TAKERS = [
     for function, keywords in zip(
         (front.route, front.expert_ffn, front.routed_experts, front.moe), KEYWORDS, strict=True
     )
-] + [(MoE, options.LayerKeywords), (anabranch.torch.MoE, options.ModuleKeywords)]
+] + [(MoE, options.LayoutModuleKeywords), (anabranch.torch.MoE, options.ModuleKeywords)]
 
 
 def fields_of(keywords):

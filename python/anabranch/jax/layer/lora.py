@@ -61,7 +61,10 @@ def init_lora(
     dtype = jnp.dtype(check.dtype("dtype", dtype, check.FLOATS))
     projections = check_names_of("projections", projections, PROJECTIONS)
     shared = check_names_of("shared", shared, Lora._fields)
-    keys = dict(zip(("a_in", "a_out"), jax.random.split(key), strict=True))
+    try:
+        keys = dict(zip(("a_in", "a_out"), jax.random.split(key), strict=True))
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"key: got {check.describe(key)}, expected a key of jax.random") from error
     shapes = factor_shapes(sizes, rank, projections, shared)
     return Lora(**{name: new_factor(name, keys.get(name), shape, dtype) for name, shape in shapes.items()})
 
@@ -148,6 +151,9 @@ def join_lora(gate: tuple[jax.Array, jax.Array], up: tuple[jax.Array, jax.Array]
     >>> a.shape, b[0, :, 0, 0].tolist(), b[0, :, 1, 0].tolist()
     ((1, 4, 3), [1.0, 1.0, 0.0], [0.0, 0.0, 1.0])
     """
+    for name, pair in (("gate", gate), ("up", up)):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise TypeError(f"{name}: got {check.describe(pair)}, expected a pair of factors (A, B)")
     gate_a = check.array("gate[0]", gate[0], check.FLOATS, ("E or 1", "D", "r"))
     D, dtype = ("D", gate_a.shape[1]), (str(gate_a.dtype),)
     gate_b = check.array("gate[1]", gate[1], dtype, ("E or 1", ("r", gate_a.shape[2]), "F"))

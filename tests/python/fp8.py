@@ -177,7 +177,7 @@ def assert_network(net, activation, fp8_scales, y, gradients, *, weight_early=Fa
     dtype, arrays = net.rows.dtype, (net.rows, net.w_in, net.w_out)
     want_y = reference.expert_ffn(*arrays, **options, weight_early=weight_early)
     want = reference.expert_ffn_backward(net.d_y, *arrays, **options, saved_dtype=dtype)
-    names = ("rows", "w_in", "w_out", "b_in", "b_out", "weights")
+    names = ("rows", "w_in", "w_out", "b_in", "b_out", "weights", "lora")
     want = {name: value for name, value in zip(names, want, strict=True) if value is not None}
     moved = bounds(net, activation, fp8_scales, weight_early=weight_early, delta=DELTA[platform])._asdict()
     ends = np.concatenate([[0], np.cumsum(net.group_sizes)])

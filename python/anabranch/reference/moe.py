@@ -8,6 +8,7 @@ import numpy as np
 from .balance import load_balance_loss, load_balance_loss_backward, z_loss, z_loss_backward
 from .dispatch import combine, dispatch, dispatch_backward, plan
 from .experts import activate, activate_backward, expert_ffn, expert_ffn_backward
+from .lora import Lora
 from .router import Routing, route, route_backward
 from .scores import as_float64
 
@@ -42,9 +43,9 @@ class MoEOptions:
 
     topk to forced_experts, and experts: as in `router.route`, with x's leading dimensions where they are per token.
     gate_bias: [E], added to the logits.
-    activation, b_in, b_out, weight_early, align_size, kept, fp8_scales: as in `routed_experts`.
+    activation to kept, fp8_scales, sent_dtype, lora, lora_scale, lora_dtype: as in `routed_experts`.
     aux_loss_coeff, z_loss_coeff: coefficients of the losses in `balance`; a loss with coefficient 0 is 0.
-    saved_dtype, sent_dtype: for the backward pass, as in `experts.expert_ffn_backward`.
+    saved_dtype: for the backward pass, as in `experts.expert_ffn_backward`.
     """
 
     topk: int
@@ -70,6 +71,9 @@ class MoEOptions:
     fp8_scales: str | None = None
     saved_dtype: np.dtype | None = None
     sent_dtype: np.dtype | None = None
+    lora: Lora | None = None
+    lora_scale: float | tuple[float, float] = 1.0
+    lora_dtype: np.dtype | None = None
 
     def routing(self):
         """The keyword arguments of `route` and `route_backward`, with flattened token dimensions."""
@@ -93,8 +97,8 @@ class MoEOptions:
 
     def network(self):
         """The keyword arguments of `routed_experts`."""
-        names = ("activation", "b_in", "b_out", "weight_early", "align_size", "kept", "fp8_scales")
-        return {name: getattr(self, name) for name in names}
+        experts = ("activation", "b_in", "b_out", "weight_early", "align_size", "kept", "fp8_scales", "sent_dtype")
+        return {name: getattr(self, name) for name in (*experts, "lora", "lora_scale", "lora_dtype")}
 
 
 # ---------------------------------------------------------------- after the router
@@ -135,6 +139,10 @@ def routed_experts(
     align_size=0,
     kept=None,
     fp8_scales=None,
+    sent_dtype=None,
+    lora=None,
+    lora_scale=1.0,
+    lora_dtype=None,
 ):
     """out[t] = sum_k weights[t, k] expert_e(x[t]), e = experts[t, k].
 
@@ -145,7 +153,7 @@ def routed_experts(
       align_size: as in `dispatch.plan`.
       kept: bool with the shape of the experts; False: the assignment exceeds the capacity (`capacity.kept_slots`).
         None: no limit.
-      fp8_scales: as in `experts.expert_ffn`.
+      fp8_scales, sent_dtype, lora, lora_scale, lora_dtype: as in `experts.expert_ffn`.
 
     Returns: `RoutedExpertsOutput`; dropped counts invalid indices other than -1 and assignments outside `kept`.
     """
@@ -163,6 +171,10 @@ def routed_experts(
         weight_early=weight_early,
         slot_of_row=routed.slot_of_row,
         fp8_scales=fp8_scales,
+        sent_dtype=sent_dtype,
+        lora=lora,
+        lora_scale=lora_scale,
+        lora_dtype=lora_dtype,
     )
     output = combine(y, routed, None if weight_early else weights)
     return RoutedExpertsOutput(output.reshape(np.shape(x)), routed.tokens_per_expert, routed.dropped)
@@ -185,12 +197,15 @@ def routed_experts_backward(
     saved_dtype=None,
     fp8_scales=None,
     sent_dtype=None,
+    lora=None,
+    lora_scale=1.0,
+    lora_dtype=None,
 ):
     """Gradients of `routed_experts` from the cotangent of its output; the same for early and late weights.
 
-    saved_dtype, fp8_scales, sent_dtype: as in `experts.expert_ffn_backward`.
+    saved_dtype, fp8_scales, sent_dtype, lora, lora_scale, lora_dtype: as in `experts.expert_ffn_backward`.
 
-    Returns: dict of x, weights, w_in, w_out, b_in, b_out (None if not given); float64.
+    Returns: dict of x, weights, w_in, w_out, b_in, b_out, lora (None if not given); float64.
     """
     shape, weights = np.shape(weights), as_float64(_flat(weights), "weights")
     routed = _routed(_flat(experts), len(w_in), align_size, kept)
@@ -208,6 +223,9 @@ def routed_experts_backward(
         saved_dtype=saved_dtype,
         fp8_scales=fp8_scales,
         sent_dtype=sent_dtype,
+        lora=lora,
+        lora_scale=lora_scale,
+        lora_dtype=lora_dtype,
     )
     row = routed.row_of_slot
     d_weights = np.zeros(row.shape)
@@ -219,6 +237,7 @@ def routed_experts_backward(
         "w_out": grads.d_w_out,
         "b_in": grads.d_b_in,
         "b_out": grads.d_b_out,
+        "lora": grads.d_lora,
     }
 
 
@@ -274,15 +293,13 @@ def moe(x, gate, w_in, w_out, **options):
 def moe_backward(x, gate, w_in, w_out, d_output, d_aux_loss=0.0, d_z_loss=0.0, d_weights=0.0, **options):
     """Gradients of `moe` from the cotangents of its output, its two losses and its weights.
 
-    Returns: dict of x, gate, gate_bias, w_in, w_out, b_in, b_out (None if not given) and weights; float64. The last is
-      the whole cotangent of the routing's weights [T, K]: d_weights plus the gradient through the experts.
+    Returns: dict of x, gate, gate_bias, w_in, w_out, b_in, b_out, lora (None if not given) and weights; float64. The
+      last is the whole cotangent of the routing's weights [T, K]: d_weights plus the gradient through the experts.
     """
     o = MoEOptions(**options)
     flat_x, logits, routing, n = _route(x, gate, o)
-    backward_options = o.network() | {"saved_dtype": o.saved_dtype, "sent_dtype": o.sent_dtype}
-    grads = routed_experts_backward(
-        flat_x, routing.experts, routing.weights, w_in, w_out, _flat(d_output), **backward_options
-    )
+    after_router = (flat_x, routing.experts, routing.weights, w_in, w_out, _flat(d_output))
+    grads = routed_experts_backward(*after_router, **o.network(), saved_dtype=o.saved_dtype)
     total_d_weights = grads["weights"] + np.reshape(
         np.broadcast_to(d_weights, (*np.shape(x)[:-1], o.topk)), (-1, o.topk)
     )

@@ -116,7 +116,7 @@ def oracle(net, activation, slot_of_row=None):
 
 
 def named(gradients):
-    names = ("rows", "w_in", "w_out", "b_in", "b_out", "weights")
+    names = ("rows", "w_in", "w_out", "b_in", "b_out", "weights", "lora")
     return {name: value for name, value in zip(names, gradients, strict=True) if value is not None}
 
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from expert_cases import network, random_array
+from expert_cases import named, network, random_array
 
 import fp8
 from anabranch import torch
@@ -163,7 +163,7 @@ def test_nan_and_infinity_make_their_block_nan(platform, bad):
     with np.errstate(invalid="ignore"):
         want = reference.expert_ffn_backward(net.d_y, net.rows, net.w_in, net.w_out, **given)
         y = reference.expert_ffn(net.rows, net.w_in, net.w_out, **given)
-    want = dict(zip(("rows", "w_in", "w_out", "b_in", "b_out", "weights"), want, strict=True)) | {"y": y}
+    want = named(want) | {"y": y}
     for name, array in found.items():
         np.testing.assert_array_equal(np.isnan(array), np.isnan(want[name]), err_msg=name)
         by_row = name in ("y", "rows", "weights")

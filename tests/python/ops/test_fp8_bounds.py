@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from expert_cases import network
+from expert_cases import named, network
 
 import fp8
 from anabranch.reference import experts as reference
@@ -33,8 +33,7 @@ def results(net, fp8_scales):
     arrays = net.rows, net.w_in, net.w_out
     y = reference.expert_ffn(*arrays, **given, fp8_scales=fp8_scales).astype(np.float32)
     gradients = reference.expert_ffn_backward(net.d_y, *arrays, **given, fp8_scales=fp8_scales)
-    names = ("rows", "w_in", "w_out", "b_in", "b_out", "weights")
-    return y, {name: value.astype(np.float32) for name, value in zip(names, gradients, strict=True)}
+    return y, {name: value.astype(np.float32) for name, value in named(gradients).items()}
 
 
 def test_the_bounds_exclude_results_of_other_gemms():

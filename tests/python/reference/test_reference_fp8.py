@@ -14,6 +14,7 @@ from anabranch.reference.experts import (
     grouped_matmul_backward,
 )
 from anabranch.reference.fp8 import BLOCK, FP8_SCALES, e4m3, quantize_rows, quantize_weights
+from anabranch.reference.lora import Lora
 from anabranch.reference.moe import moe, moe_backward, routed_experts, routed_experts_backward
 
 equal = np.testing.assert_array_equal
@@ -77,6 +78,17 @@ def test_powers_of_two_round_up_and_what_is_not_finite_makes_its_block_nan():
 SIZES, R = np.array([3, 0, 4]), 9  # an expert without rows; two rows past the groups
 
 
+def rounded(array):
+    return np.asarray(array).astype(ml_dtypes.bfloat16).astype(np.float64)
+
+
+def adapters(parts=2, D=256, F=128):
+    """The options of LoRA; experts share B_out."""
+    shapes = {"a_in": (3, D, 5), "b_in": (3, 5, parts, F), "a_out": (3, F, 2), "b_out": (1, 2, D)}
+    lora = Lora(**{name: normal(*shape, seed=40 + i) / 8 for i, (name, shape) in enumerate(shapes.items())})
+    return dict(lora=lora, lora_scale=(0.75, -1.5), lora_dtype=ml_dtypes.bfloat16)
+
+
 def network(parts=2, D=256, F=128):
     E = len(SIZES)
     shapes = {"rows": (R, D), "w_in": (E, D, parts, F), "w_out": (E, F, D), "b_in": (E, parts, F), "b_out": (E, D)}
@@ -93,14 +105,30 @@ def test_grouped_matmul_multiplies_quantised_operands():
     equal(d_x, grouped_matmul_backward(q_d_y, x, q_w, SIZES)[0])
     equal(d_w, grouped_matmul_backward(d_y, x, w, SIZES)[1])
 
+    a, b = normal(3, 256, 5, seed=3) / 16, normal(1, 5, 384, seed=4)
+    how = dict(lora=(a, b), lora_scale=0.5, lora_dtype=ml_dtypes.bfloat16)
+    a, b = rounded(a), np.repeat(rounded(b), 3, 0)
+    u = rounded(0.5 * grouped_matmul(x, a, SIZES))
+    v = rounded(0.5 * grouped_matmul(d_y, b.swapaxes(1, 2), SIZES))
+    y = grouped_matmul(q_x, q_w, SIZES) + grouped_matmul(u, b, SIZES)
+    equal(grouped_matmul(x, w, SIZES, "float32", **how), y)
+    found = grouped_matmul_backward(d_y, x, w, SIZES, "float32", **how)
+    equal(found[0], d_x + grouped_matmul(v, a.swapaxes(1, 2), SIZES))
+    equal(found[1], d_w)
+    equal(found[2][0], grouped_matmul_backward(v, x, a, SIZES)[1])
+    equal(found[2][1], grouped_matmul_backward(d_y, u, b, SIZES)[1].sum(0, keepdims=True))
+
 
 @pytest.mark.parametrize("weight_early", [False, True])
-@pytest.mark.parametrize("parts", [1, 2])
-def test_experts_are_the_formulas_row_by_row(parts, weight_early):
+@pytest.mark.parametrize("parts, sent", [(1, None), (2, None), (2, ml_dtypes.bfloat16)])
+def test_experts_are_the_formulas_row_by_row(parts, sent, weight_early):
+    """With adapters, whose operands are rounded to bfloat16 and never quantised."""
     arrays, d_y = network(parts=parts)
-    options = dict(group_sizes=SIZES, activation="silu", fp8_scales="power_of_two")
+    options = dict(group_sizes=SIZES, activation="silu", fp8_scales="power_of_two", sent_dtype=sent) | adapters(parts)
+    lora = options["lora"]
     y = expert_ffn(**arrays, **options, weight_early=weight_early)
     found = expert_ffn_backward(d_y, **arrays, **options)
+    d_lora = Lora(*(np.zeros(factor.shape) for factor in lora))
 
     def q1(row):
         return quantize_rows(np.asarray(row)[None], "power_of_two").exact()[0]
@@ -112,28 +140,41 @@ def test_experts_are_the_formulas_row_by_row(parts, weight_early):
     for r in range(R - 2):
         e = 0 if r < 3 else 2
         w_in, w_out = [q2(arrays["w_in"][e, :, p]) for p in range(parts)], q2(arrays["w_out"][e])
-        w, x, b_out = arrays["row_weights"][r].astype(np.float64), arrays["rows"][r], arrays["b_out"][e]
-        h = np.stack([q1(x) @ w_in[p] for p in range(parts)]) + arrays["b_in"][e]
+        a_in, b_in, a_out, b_out = (rounded(factor[min(e, len(factor) - 1)]) for factor in lora)
+        w, bias = arrays["row_weights"][r].astype(np.float64), arrays["b_out"][e].astype(np.float64)
+        # Operands that are not quantised: what was sent, or the rows themselves.
+        x, d = (v[r].astype(np.float64) if sent is None else rounded(q1(v[r])) for v in (arrays["rows"], d_y))
+        u = rounded(0.75 * (x @ a_in))
+        h = np.stack([q1(arrays["rows"][r]) @ w_in[p] + u @ b_in[:, p] for p in range(parts)]) + arrays["b_in"][e]
         a = activate(h[None], "silu")[0]
-        want_y = q1(w * a) @ w_out + w * b_out if weight_early else w * (q1(a) @ w_out + b_out)
+        z = rounded(-1.5 * (w * a @ a_out))
+        late = w * (q1(a) @ w_out + rounded(-1.5 * (a @ a_out)) @ b_out + bias)
+        want_y = q1(w * a) @ w_out + z @ b_out + w * bias if weight_early else late
         np.testing.assert_allclose(y[r], want_y, rtol=1e-12, atol=1e-12)
-        d_a = q1(d_y[r]) @ w_out.T
+        v_out = rounded(-1.5 * (b_out @ d))
+        d_a = q1(d_y[r]) @ w_out.T + a_out @ v_out
         d_h = activate_backward(w * d_a[None], h[None], "silu")[0]
-        want["row_weights"][r] = d_a @ a + d_y[r].astype(np.float64) @ b_out
-        want["rows"][r] = sum(q1(d_h[p]) @ w_in[p].T for p in range(parts))
+        v_in = rounded(0.75 * np.einsum("rpf,pf->r", b_in, d_h))
+        want["row_weights"][r] = d_a @ a + d @ bias
+        want["rows"][r] = sum(q1(d_h[p]) @ w_in[p].T for p in range(parts)) + a_in @ v_in
         want["w_in"][e] += x[:, None, None] * d_h
         want["b_in"][e] += d_h
-        want["w_out"][e] += np.outer(w * a, d_y[r])
-        want["b_out"][e] += w * d_y[r]
-    for name, gradient in zip(arrays, found, strict=True):
-        np.testing.assert_allclose(gradient, want[name], rtol=1e-10, atol=1e-10, err_msg=name)
+        want["w_out"][e] += np.outer(w * a, d)
+        want["b_out"][e] += w * d
+        d_lora.a_in[e] += np.outer(x, v_in)
+        d_lora.b_in[e] += u[:, None, None] * d_h
+        d_lora.a_out[e] += np.outer(w * a, v_out)
+        d_lora.b_out[0] += np.outer(z, d)
+    pairs = [(name, gradient, want[name]) for name, gradient in zip(arrays, found[:6], strict=True)]
+    for name, gradient, expected in (*pairs, *zip(Lora._fields, found.d_lora, d_lora, strict=True)):
+        np.testing.assert_allclose(gradient, expected, rtol=1e-10, atol=1e-10, err_msg=name)
     assert not y[R - 2 :].any()
 
 
 def test_the_layer_runs_its_experts_on_quantised_operands():
-    """With padding rows, which may be NaN; a row's experts are checked above."""
+    """With adapters, an FP8 exchange, and padding rows, which may be NaN; a row's experts are checked above."""
     arrays, _ = network()
-    T, K, fp8 = 6, 2, {"fp8_scales": "float32"}
+    T, K, fp8 = 6, 2, {"fp8_scales": "float32", "sent_dtype": ml_dtypes.bfloat16} | adapters()
     x, d_out, gate = normal(T, 256, seed=30), normal(T, 256, seed=31), normal(256, 3, seed=33)
     matrices = [arrays[name] for name in ("w_in", "w_out")]
     whole = moe(x, gate, *matrices, topk=K, **fp8)
@@ -153,5 +194,10 @@ def test_the_layer_runs_its_experts_on_quantised_operands():
     of_layer = moe_backward(x, gate, *matrices, d_out, topk=K, **fp8)
     for name in ("w_in", "w_out", "weights"):
         equal(of_layer[name], of_experts[name])
-    for name, gradient in (("w_in", by_row.d_w_in), ("w_out", by_row.d_w_out)):
-        np.testing.assert_allclose(of_experts[name], gradient, rtol=1e-12, atol=1e-12)
+    adapter_gradients = (of_layer["lora"], of_experts["lora"], by_row.d_lora)
+    pairs = [(of_experts["w_in"], by_row.d_w_in), (of_experts["w_out"], by_row.d_w_out)]
+    for by_layer, by_experts, gradient in zip(*adapter_gradients, strict=True):
+        equal(by_layer, by_experts)
+        pairs.append((by_experts, gradient))
+    for got, gradient in pairs:
+        np.testing.assert_allclose(got, gradient, rtol=1e-12, atol=1e-12)

@@ -149,7 +149,7 @@ def samples():
     )
     yield torch_ops.grouped_matmul, (rows, normal(E, 3, D), group_sizes, True, TF32, 0)
     yield torch_ops.grouped_matmul_dw, (rows, normal(R, 3), group_sizes, torch.float32, TF32)
-    network = (8, 1.702, 7.0, False, 0, "dfp", "df", TF32, 0)
+    network = (8, 1.702, 7.0, False, 0, "dfp", "df", TF32, 0, 0.0, 0.0)
     w_in, b_in, w_out, b_out = normal(E, D, F, 2), normal(E, F, 2), normal(E, D, F), normal(E, D)
     experts_of = (group_sizes, w_in, b_in, w_out, b_out)
     none = (None,) * 4  # quantised
@@ -188,7 +188,7 @@ def samples():
 
 
 def samples_with_fp8(row_of_slot, slot_of_row, group_sizes, weights):
-    width, hidden, network = 256, 128, (0, 0.0, 0.0, True, K, "fpd", "df", FP8, 1)
+    width, hidden, network = 256, 128, (0, 0.0, 0.0, True, K, "fpd", "df", FP8, 1, 0.0, 0.0)
     x, w_in, w_out = normal(T, width), normal(E, hidden, 2, width), normal(E, width, hidden)
     yield torch_ops.quantize_experts, (w_in, w_out, "fpd", "df", True, 1)
     yield torch_ops.quantize_experts, (w_in, w_out, "fpd", "df", False, 0)

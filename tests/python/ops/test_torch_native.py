@@ -21,6 +21,8 @@ from anabranch.activation import as_activation
 from anabranch.options import ExpertsConfig, RouterOptions
 from anabranch.torch.binding import autograd, define, native
 from anabranch.torch.ops import torch_ops
+from anabranch.torch.ops.factors import NO_FACTORS
+from anabranch.torch.ops.gradients import request
 
 HERE = pathlib.Path(__file__)
 T, D, F, E, K = 12, 16, 8, 6, 2
@@ -209,6 +211,7 @@ def test_shapes_of_the_layer():
     """Native code reads no memory past the end of a tensor, also if its operations are called directly."""
     x, gate, w_in, w_out = operands()
     number, none = layer_config().number, (None,) * 4
+    options = (*none, *NO_FACTORS)
     w_in = w_in.permute(0, 2, 3, 1).reshape(E, 2 * F, D).contiguous()  # a parameter
     for wrong_w_in, b_in, message in (
         (w_in[:, 1:], None, "w_in: got 15 rows, expected a multiple of 8, the last axis of w_out"),
@@ -216,13 +219,15 @@ def test_shapes_of_the_layer():
         (w_in, torch.ones(E), "b_in: got a tensor of rank 1, expected 2"),
     ):
         with pytest.raises(ValueError, match=message):
-            arguments = (x, gate.T, None, None, *none, wrong_w_in, b_in, w_out.mT, None, *none, number)
+            arguments = (x, gate.T, None, None, *none, wrong_w_in, b_in, w_out.mT, None, *options, number)
             native.call(torch.ops.anabranch.layer_forward, *arguments)
-    given = (x, gate, None, None, *none, operands()[2], None, w_out, None, *none, number)
-    _, _, _, weights, experts, _, lse, _, h, maps, logits, *_ = native.call(torch.ops.anabranch.layer_forward, *given)
+    given = (x, gate, None, None, *none, operands()[2], None, w_out, None, *options, number)
+    _, _, _, weights, experts, _, lse, _, h, _, maps, logits, *_ = native.call(
+        torch.ops.anabranch.layer_forward, *given
+    )
     with pytest.raises(ValueError, match=r"maps: got \[133\], expected \[134\]"):
         saved = (x, None, None, x, gate, x, operands()[2], w_out, None, None, None, weights, experts, lse, h, logits)
-        options = (*none, x.dtype, x.dtype, x.dtype, True, True, number)
+        options = (None, *options, x.dtype, x.dtype, request({"x": True}), True, True, number)
         native.call(torch.ops.anabranch.layer_backward, *saved, maps[1:], *options)
 
 
@@ -230,7 +235,7 @@ def test_ranks_of_the_layer():
     x, gate, w_in, w_out = operands()
     config = layer_config()
     for name, at in (("x", 0), ("gate", 1), ("w_out", 10)):
-        arguments = [x, gate, *[None] * 6, w_in, None, w_out, *[None] * 5, config.number]
+        arguments = [x, gate, *[None] * 6, w_in, None, w_out, *[None] * 5, *NO_FACTORS, config.number]
         arguments[at] = arguments[at][0]
         rank = arguments[at].dim()
         with pytest.raises(ValueError, match=f"^{name}: got a tensor of rank {rank}, expected {rank + 1}$"):
@@ -370,7 +375,8 @@ def test_a_derivative_past_the_autograd_function_raises():
     x, gate, w_in, w_out = operands()
     config = layer_config()
     none = (None,) * 4
-    arguments = (x.requires_grad_(), gate, None, None, *none, w_in, None, w_out, None, *none, config.number)
+    options = (*none, *NO_FACTORS, config.number)
+    arguments = (x.requires_grad_(), gate, None, None, *none, w_in, None, w_out, None, *options)
     output = torch.ops.anabranch.layer_forward(*arguments)[0]
     with pytest.raises(RuntimeError, match=r"layer_forward\.default: got a request for its derivative"):
         output.sum().backward()

@@ -1,9 +1,10 @@
 """Random LoRA factors for tests of both frameworks, and how a function takes them as operands by name."""
 
+import jax.numpy as jnp
 import numpy as np
 
 from anabranch.lora import NAMES, Lora
-from moe_cases import DTYPES
+from anabranch.reference.lora import Lora as ReferenceLora
 
 #: (options, ranks (r, q), names of shared factors, adapted projections, dtype of x, dtype of the factors).
 CASES = {
@@ -44,18 +45,30 @@ def lora_factors(E, D, P, F, ranks=(5, 3), *, shared=(), projections=("in", "out
     rng = np.random.default_rng(seed)
     r, q = ranks
     shapes = {"a_in": (D, r), "b_in": (r, P, F), "a_out": (F, q), "b_out": (q, D)}
-    return {
-        f"lora_{name}": (rng.standard_normal((1 if name in shared else E, *shape)) * shape[0] ** -0.5).astype(
-            DTYPES[dtype]
-        )
-        for name, shape in shapes.items()
-        if name.split("_")[1] in projections
-    }
+    factors = {}
+    for name, shape in shapes.items():
+        if name.split("_")[1] in projections:
+            values = rng.standard_normal((1 if name in shared else E, *shape)) * shape[0] ** -0.5
+            factors[f"lora_{name}"] = values.astype(jnp.dtype(dtype))
+    return factors
 
 
-def as_lora(factors):
-    """A Lora of factors by the names of operands."""
-    return Lora(*(factors.get(name) for name in NAMES))
+def as_lora(arrays, kind=Lora):
+    """A Lora of the factors among arrays by the names of operands; None if there are none."""
+    factors = {name.removeprefix("lora_"): arrays[name] for name in NAMES if name in arrays}
+    return kind(**factors) if factors else None
+
+
+def oracle_options(arrays):
+    """The options of the oracle for the factors among arrays; it rounds as a layer in the dtype of x does."""
+    lora = as_lora(arrays, ReferenceLora)
+    dtype = arrays["x"].dtype
+    return {} if lora is None else {"lora": lora, "lora_dtype": None if dtype == np.float32 else dtype}
+
+
+def with_factors(gradients):
+    """The oracle's gradients by the names of operands."""
+    return gradients | dict(zip(NAMES, gradients.get("lora") or (None,) * len(NAMES), strict=True))
 
 
 def takes_factors(function):
@@ -63,6 +76,6 @@ def takes_factors(function):
 
     def call(*arguments, **given):
         factors = {name: given.pop(name) for name in NAMES if name in given}
-        return function(*arguments, lora=as_lora(factors), **given)
+        return function(*arguments, **given, **({"lora": as_lora(factors)} if factors else {}))
 
     return call

@@ -9,8 +9,10 @@ import frameworks
 from anabranch.activation import Activation, as_activation
 from anabranch.jax import moe, route
 from anabranch.layouts import IN_LAYOUTS, OURS, OUT_LAYOUTS, Layouts
+from anabranch.lora import NAMES
 from anabranch.reference import moe as reference
 from anabranch.reference.router import route as reference_route
+from lora_cases import oracle_options, with_factors
 from oracle import assert_close, assert_close_per_expert
 
 # float32: 2e-6 times 4, for GEMMs over D and F with at most a few hundred terms and the sums after them.
@@ -28,7 +30,7 @@ TWO_INPUTS = (
     Activation.situ(0.7, 0.9),
 )
 """Activations whose limits clamp many elements."""
-EXPERT_AXIS = {"gate": 1, "gate_bias": 0, "w_in": 0, "w_out": 0, "b_in": 0, "b_out": 0}
+EXPERT_AXIS = {"gate": 1, "gate_bias": 0, "w_in": 0, "w_out": 0, "b_in": 0, "b_out": 0} | dict.fromkeys(NAMES, 0)
 
 
 def operands(T, E, K, D, F, *, parts=2, dtype="float32", bias=False, seed=0, skew=1.0, cold=0):
@@ -198,11 +200,13 @@ def expected_layer(arrays, cotangents, *, kept=None, **options):
         "b_in": arrays["b_in"],
         "b_out": arrays["b_out"],
         "experts": selected(arrays, options),
+        **oracle_options(arrays),
     }
     if options.get("forced_experts") is not None:
         settings.pop("experts")
     kept_as = saved_dtype(options.get("activation", "silu"), str(arrays["x"].dtype))
     gradients = reference.moe_backward(*main, *cotangents, **settings, saved_dtype=kept_as)
+    gradients = with_factors(gradients)
     return reference.moe(*main, **settings), gradients, gate_terms(arrays, settings, gradients)
 
 

@@ -6,7 +6,9 @@ import numpy as np
 
 import frameworks
 from anabranch.jax import routed_experts
+from anabranch.lora import NAMES
 from anabranch.reference import moe as reference
+from lora_cases import oracle_options, with_factors
 from moe_cases import BOUND, EXPERT_AXIS, in_our_layout, layouts_of, operands, saved_dtype, stored
 from oracle import assert_close, assert_close_per_expert
 
@@ -67,11 +69,13 @@ def split(result):
 def check_routed(arrays, *, kept=None, tiny=False, **options):
     """Compares output, counts and every gradient with the oracle; arguments: see `check_layer`."""
     (output, counts, dropped), gradients, d_output = run_routed(arrays, **options)
-    names = ("activation", "weight_early", "align_size")
+    names = ("activation", "weight_early", "align_size", "lora_scale")
     settings = {name: options[name] for name in names if name in options} | {"kept": kept}
-    expected = reference.routed_experts(**arrays, **settings)
+    settings |= oracle_options(arrays)
+    given = {name: array for name, array in arrays.items() if name not in NAMES}
+    expected = reference.routed_experts(**given, **settings)
     settings["saved_dtype"] = saved_dtype(options.get("activation", "silu"), str(arrays["x"].dtype))
-    expected_gradients = reference.routed_experts_backward(**arrays, **settings, d_output=d_output)
+    expected_gradients = with_factors(reference.routed_experts_backward(**given, **settings, d_output=d_output))
     bound = BOUND[str(arrays["x"].dtype)]
     assert_close(output, expected.output, bound, "output")
     np.testing.assert_array_equal(counts, expected.tokens_per_expert)

@@ -13,7 +13,7 @@ from anabranch.reference import experts as reference
 from anabranch.reference.grouped_matmul import grouped_matmul, grouped_matmul_backward
 from anabranch.reference.lora import Lora
 from frameworks import only_torch, vjp
-from lora_cases import CASES, SCALES, lora_factors, takes_factors
+from lora_cases import CASES, SCALES, as_lora, lora_factors, takes_factors
 from moe_cases import DTYPES
 from oracle import assert_close, assert_close_per_expert
 
@@ -53,7 +53,7 @@ def test_expert_ffn(name):
     gradients = pull(np.asarray(net.d_y))
     gradients = {key: g.transpose(of.order(key)) if key in laid_out else g for key, g in gradients.items()}
     given = dict(activation="gelu", b_in=net.b_in, b_out=net.b_out, row_weights=net.weights)
-    given |= dict(lora=Lora(*(factors.get(key) for key in NAMES)), lora_scale=SCALES, lora_dtype=rounding(dtype))
+    given |= dict(lora=as_lora(factors, Lora), lora_scale=SCALES, lora_dtype=rounding(dtype))
     want = reference.expert_ffn(net.rows, net.w_in, net.w_out, net.group_sizes, **given)
     assert y.dtype == DTYPES[dtype]
     assert_rows_close(y, want, SIZES, BOUND[dtype], "y")

@@ -19,12 +19,22 @@ NO_FACTORS = (None, None, None, None, 0)
 _BITS = 8  # of one order in a number: two bits per axis
 
 
+def _by_stride(strides: Sequence[int]) -> list[int]:
+    """The axes, that with the largest stride first. Dynamo does not trace `sorted` for symbolic strides."""
+    axes: list[int] = []
+    for axis, stride in enumerate(strides):
+        place = len(axes)
+        while place > 0 and strides[axes[place - 1]] < stride:
+            place -= 1
+        axes.insert(place, axis)
+    return axes
+
+
 def _stored(factor: Tensor | None) -> tuple[Tensor | None, int]:
     """The factor as it lies in memory, and the code of its order; 0: row-major."""
     if factor is None or factor.is_contiguous():
         return factor, 0
-    strides = factor.stride()
-    axes = sorted(range(len(strides)), key=lambda axis: -strides[axis])
+    axes = _by_stride(factor.stride())
     view = factor.permute(axes)
     if not view.is_contiguous():
         return factor, 0

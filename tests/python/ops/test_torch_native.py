@@ -41,6 +41,17 @@ def operands(tokens=T, dtype=torch.float32, seed=0, gate_dtype=None):
     return [x, gate if gate_dtype is None else gate.to(gate_dtype), *weights]
 
 
+def factors(generator, dtype, shared):
+    """The tensors that a Lora views; the last factor is shared."""
+    shapes = (E, 3, D), (E, 3, 2, F), (E, F, 2), (1 if shared else E, 2, D)
+    return [random(shape, generator, dtype) for shape in shapes]
+
+
+def as_lora(factors):
+    a_in, *others = factors
+    return ab.Lora(a_in.mT, *others)
+
+
 def digest(tensors):
     """A hash of the bits of tensors and of their shapes and dtypes."""
     found = hashlib.sha256()
@@ -51,12 +62,17 @@ def digest(tensors):
     return found.hexdigest()
 
 
-def step(tokens=T, seed=0, dtype=torch.float32, gate_dtype=None, weights_too=False, frozen=(), **options):
-    """Results and gradients of one step."""
+def step(tokens=T, seed=0, dtype=torch.float32, gate_dtype=None, weights_too=False, frozen=(), lora=None, **options):
+    """Results and gradients of one step. lora: None: without adapters; else the dtype of the factors."""
     given = operands(tokens, dtype, seed, gate_dtype)
     options = on_default_device(options)
+    if lora is not None:
+        given += factors(torch.Generator("cpu").manual_seed(seed + 2), lora, shared=True)
+        options["lora_scale"] = 0.5, -2.0
     leaves = [a.requires_grad_() for i, a in enumerate(given) if i not in frozen]
-    result = ab.moe(*given, topk=K, **options)
+    if lora is not None:
+        options["lora"] = as_lora(given[4:])
+    result = ab.moe(*given[:4], topk=K, **options)
     generator = torch.Generator("cpu").manual_seed(seed + 1)
     outputs = [result.output, *([result.weights] if weights_too else [])]
     outputs += [loss for loss in (result.aux_loss, result.z_loss) if loss.requires_grad]
@@ -86,6 +102,9 @@ CASES = {
     "frozen router and x": dict(frozen=(0, 1)),
     "frozen x": dict(frozen=(0,)),
     "x alone": dict(frozen=(1, 2, 3)),
+    "adapters": dict(lora=torch.float32),
+    "adapters of frozen experts": dict(lora=torch.float32, dtype=torch.bfloat16, frozen=(1, 2, 3)),
+    "adapters, a cotangent of the weights": dict(lora=torch.float32, weights_too=True, weight_early=True),
 }
 
 
@@ -102,13 +121,17 @@ def module_step(weights_too=False, dtype=torch.float32, mode=contextlib.nullcont
     return [result.output, result.aux_loss, x.grad, *(p.grad for p in layer.parameters())]
 
 
-def routed_step(frozen=(), dtype=torch.float32, **options):
+def routed_step(frozen=(), dtype=torch.float32, lora=False, **options):
     """Results and gradients of one step of `routed_experts`, with an index that is no expert."""
     x, _, w_in, w_out = operands(dtype=dtype)
     experts, generator = torch.arange(T * K).view(T, K) % (E + 1), torch.Generator("cpu").manual_seed(5)
     given = [x, random((T, K), generator, dtype), w_in, w_out]
+    if lora:
+        given += factors(generator, dtype, shared=False)
     leaves = [a.requires_grad_() for i, a in enumerate(given) if i not in frozen]
-    result = ab.routed_experts(x, experts, *given[1:], **options)
+    if lora:
+        options["lora"] = as_lora(given[4:])
+    result = ab.routed_experts(x, experts, *given[1:4], **options)
     result.output.backward(random(result.output.shape, generator, dtype))
     return [*result, *(leaf.grad for leaf in leaves)]
 
@@ -119,6 +142,7 @@ ROUTED = {
     "biases": dict(b_in=torch.full((E, 2, F), 0.1), b_out=torch.full((E, D), 0.2)),
     "weights alone": dict(frozen=(0, 2, 3)),
     "frozen experts": dict(frozen=(2, 3)),
+    "adapters": dict(lora=True, frozen=(2, 3)),
 }
 MODULES = {
     "plain": {},

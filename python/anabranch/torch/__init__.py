@@ -4,6 +4,7 @@ from anabranch._library import LibraryError
 from anabranch._packages import needed_by
 from anabranch.activation import Activation
 from anabranch.dense_router import RoutingMapFormat
+from anabranch.lora import Lora
 
 with needed_by("anabranch.torch"):
     from anabranch.torch.ops.balance import fused_moe_aux_loss, load_balance_loss, z_loss
@@ -31,6 +32,7 @@ from anabranch.torch.te.router import fused_compute_score_for_moe_aux_loss, fuse
 __all__ = [
     "Activation",
     "LibraryError",
+    "Lora",
     "MoE",
     "MoEOutput",
     "Plan",

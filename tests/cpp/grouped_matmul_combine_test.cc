@@ -108,18 +108,6 @@ void check_combined(const Network<T_>& net) {
   }
 }
 
-// Slots in reverse order. Every fifth row is padding, and so are rows for which no slot is left. Rows past the groups
-// get slots too.
-std::vector<int32_t> mixed_slots(int64_t R, int64_t slots) {
-  const int32_t none[] = {-1, INT32_MIN, INT32_MAX, static_cast<int32_t>(slots)};
-  std::vector<int32_t> result(static_cast<size_t>(R));
-  int64_t next = slots - 1;
-  for (int64_t r = 0; r < R; ++r) {
-    result[static_cast<size_t>(r)] = r % 5 == 3 || next < 0 ? none[r % 4] : static_cast<int32_t>(next--);
-  }
-  return result;
-}
-
 TEST(GroupedMatmulCombine, MatchesGemmAndCombine) {
   check_combined(Network<float>(20, 3, 33, 2, 24, {7, 0, 1, 40, 9}, mixed_slots(70, 60)));
   check_combined(Network<uint16_t>(20, 3, 33, 2, 24, {7, 0, 1, 40, 9}, mixed_slots(70, 60)));

@@ -33,14 +33,14 @@ ab_status check_factor(const char* name, const ab_tensor* tensor, int32_t dtype,
 // factors.
 ab_status check_pair(const Pair& pair, int32_t dtype, int64_t E, Axis C, int64_t P, Axis N, int64_t* rank) {
   *rank = 0;
-  AB_RETURN_IF_ERROR(check_scale(pair.scale_name, pair.scale, pair.a != nullptr && pair.b != nullptr));
-  if (pair.a == nullptr && pair.b == nullptr) return ok();
+  if (pair.a == nullptr && pair.b == nullptr) return check_scale(pair.scale_name, pair.scale, false);
   AB_RETURN_IF_ERROR(check_factor(pair.a_name, pair.a, dtype, E, {{"E or 1"}, C, {"r"}}));
   const int64_t r = pair.a->shape[2];
   if (r < 1) return AB_INVALID("%s: got rank 0, expected at least 1", pair.a_name);
   *rank = r;
-  return P > 0 ? check_factor(pair.b_name, pair.b, dtype, E, {{"E or 1"}, {"r", r}, {"P", P}, N})
-               : check_factor(pair.b_name, pair.b, dtype, E, {{"E or 1"}, {"r", r}, N});
+  AB_RETURN_IF_ERROR(P > 0 ? check_factor(pair.b_name, pair.b, dtype, E, {{"E or 1"}, {"r", r}, {"P", P}, N})
+                           : check_factor(pair.b_name, pair.b, dtype, E, {{"E or 1"}, {"r", r}, N}));
+  return check_scale(pair.scale_name, pair.scale, true);
 }
 
 ab_status check_rows(const char* name, const ab_tensor* tensor, int32_t dtype, int64_t R, int64_t rank) {
@@ -48,16 +48,15 @@ ab_status check_rows(const char* name, const ab_tensor* tensor, int32_t dtype, i
   return check_optional(name, tensor, dtype_bit(static_cast<ab_dtype>(dtype)), {{"R", R}, {"r", rank}});
 }
 
-// A gradient has the shape and the dtype of its factor, and is row-major.
-ab_status check_gradient(const char* name, const ab_tensor* gradient, const ab_tensor* factor, int32_t accumulate) {
+// A gradient has the shape of its factor, with these names of the axes, and is row-major.
+ab_status check_gradient(const char* name, const ab_tensor* gradient, const ab_tensor* factor, int32_t accumulate,
+                         std::initializer_list<const char*> axes) {
   if (gradient == nullptr) return ok();
   if (factor == nullptr) return AB_INVALID("%s: got a tensor, expected NULL without an adapter", name);
-  const Dtypes dtypes = accumulate != 0 ? kFloat32 : dtype_bit(static_cast<ab_dtype>(factor->dtype));
-  const int64_t* shape = factor->shape;
-  return factor->rank == 4
-             ? check_tensor(name, gradient, dtypes,
-                            {{"E or 1", shape[0]}, {"r", shape[1]}, {"P", shape[2]}, {"F", shape[3]}})
-             : check_tensor(name, gradient, dtypes, {{"E or 1", shape[0]}, {"rows", shape[1]}, {"columns", shape[2]}});
+  const Dtypes dtypes = accumulate != 0 ? kFloat32 : dtypes_of_factors(factor->dtype);
+  const auto axis = [&](int i) { return Axis{axes.begin()[i], factor->shape[i]}; };
+  return factor->rank == 4 ? check_tensor(name, gradient, dtypes, {axis(0), axis(1), axis(2), axis(3)})
+                           : check_tensor(name, gradient, dtypes, {axis(0), axis(1), axis(2)});
 }
 
 template <class Args>
@@ -122,10 +121,12 @@ ab_status check_lora(const ab_expert_ffn_backward_args* args, FfnSizes* s) {
   AB_RETURN_IF_ERROR(check_rows("lora_u", args->lora_u, s->dtype, s->R, s->rank_in));
   AB_RETURN_IF_ERROR(check_rows("lora_v_in", args->lora_v_in, s->dtype, s->R, s->rank_in));
   AB_RETURN_IF_ERROR(check_rows("lora_v_out", args->lora_v_out, s->dtype, s->R, s->rank_out));
-  AB_RETURN_IF_ERROR(check_gradient("d_lora_a_in", args->d_lora_a_in, args->lora_a_in, args->accumulate));
-  AB_RETURN_IF_ERROR(check_gradient("d_lora_b_in", args->d_lora_b_in, args->lora_b_in, args->accumulate));
-  AB_RETURN_IF_ERROR(check_gradient("d_lora_a_out", args->d_lora_a_out, args->lora_a_out, args->accumulate));
-  return check_gradient("d_lora_b_out", args->d_lora_b_out, args->lora_b_out, args->accumulate);
+  const int32_t accumulate = args->accumulate;
+  AB_RETURN_IF_ERROR(check_gradient("d_lora_a_in", args->d_lora_a_in, args->lora_a_in, accumulate, {"E", "D", "r"}));
+  AB_RETURN_IF_ERROR(
+      check_gradient("d_lora_b_in", args->d_lora_b_in, args->lora_b_in, accumulate, {"E", "r", "P", "F"}));
+  AB_RETURN_IF_ERROR(check_gradient("d_lora_a_out", args->d_lora_a_out, args->lora_a_out, accumulate, {"E", "F", "q"}));
+  return check_gradient("d_lora_b_out", args->d_lora_b_out, args->lora_b_out, accumulate, {"E", "q", "D"});
 }
 
 }  // namespace anabranch

@@ -62,13 +62,13 @@ struct LoraNetwork {
         group_sizes({E}, c.sizes) {
     const int64_t experts_a = c.shares_a ? 1 : E;
     const int64_t experts_b = c.shares_b ? 1 : E;
-    input("x", {tokens, c.D}, c.dtype);
-    input("d_out", {tokens, c.D}, c.dtype);
+    input("x", {tokens, c.D}, c.dtype, {}, true);
+    input("d_out", {tokens, c.D}, c.dtype, {}, true);
     input("weights", slots(), AB_FLOAT32);
     input("b_in", {E, c.P, c.F}, c.dtype, c.intermediate);
     input("b_out", {E, c.D}, c.dtype);
-    input("w_in", {E, c.D, c.P, c.F}, c.dtype, c.w_in, c.has_zero_weights ? 0 : 1);
-    input("w_out", {E, c.F, c.D}, c.dtype, c.w_out, c.has_zero_weights ? 0 : 1);
+    input("w_in", {E, c.D, c.P, c.F}, c.dtype, c.w_in, true, c.has_zero_weights ? 0 : 1);
+    input("w_out", {E, c.F, c.D}, c.dtype, c.w_out, true, c.has_zero_weights ? 0 : 1);
     input("lora_a_in", {experts_a, c.D, c.rank_in}, c.factor_dtype, c.a);
     input("lora_b_in", {experts_b, c.rank_in, c.P, c.F}, c.factor_dtype, c.b_in);
     input("lora_a_out", {experts_a, c.F, c.rank_out}, c.factor_dtype, c.a);
@@ -98,18 +98,17 @@ struct LoraNetwork {
   void output(const std::string& name, const std::vector<int64_t>& shape, int32_t dtype, const Order& order = {}) {
     tensors.try_emplace(name, shape, dtype, order);
   }
+  // Whole multiples of 1/8 up to 15/8 are values that every float dtype represents, and blocks of float8_e4m3 whose
+  // scales are powers of two as well.
   void input(const std::string& name, const std::vector<int64_t>& shape, int32_t dtype, const Order& order = {},
-             double scale = 1) {
+             bool in_eighths = false, double scale = 1) {
     output(name, shape, dtype, order);
     inputs.insert(name);
-    fill_noise((*this)[name], static_cast<uint32_t>(inputs.size()), scale);
-  }
-  // Multiples of scale / 8 up to 15/8 scale. Every float dtype represents them, and so do blocks of float8_e4m3 whose
-  // scales are powers of two.
-  static void fill_noise(OrderedTensor& tensor, uint32_t seed, double scale) {
-    const std::vector<float> values = noise(tensor.size(), seed);
+    OrderedTensor& tensor = (*this)[name];
+    const std::vector<float> values = noise(tensor.size(), static_cast<uint32_t>(inputs.size()));
     for (int64_t i = 0; i < tensor.size(); ++i) {
-      tensor.set(i, scale * std::round(15 * values[static_cast<size_t>(i)]) / 8);
+      const double value = values[static_cast<size_t>(i)];
+      tensor.set(i, scale * (in_eighths ? std::round(15 * value) / 8 : value));
     }
   }
   OrderedTensor& operator[](const std::string& name) { return tensors.at(name); }

@@ -493,7 +493,10 @@ void check_grouped_matmul(int32_t dtype, int32_t factor_dtype, bool shared, bool
   OrderedTensor x({R, D}, dtype), w({4, D, N}, dtype, transposed_w ? Order{0, 2, 1} : Order{}), d_y({R, N}, dtype);
   OrderedTensor a({experts, D, r}, factor_dtype), b({experts, r, N}, factor_dtype, {2, 0, 1});
   uint32_t seed = 1;
-  for (OrderedTensor* tensor : {&x, &w, &d_y, &a, &b}) LoraNetwork::fill_noise(*tensor, ++seed, 1);
+  for (OrderedTensor* tensor : {&x, &w, &d_y, &a, &b}) {
+    const std::vector<float> values = noise(tensor->size(), ++seed);
+    for (int64_t i = 0; i < tensor->size(); ++i) tensor->set(i, values[static_cast<size_t>(i)]);
+  }
   LoraReference product(w, a, b, 0.5);
   std::map<std::string, Doubles> want;
   const std::vector<int64_t> offsets = offsets_of(group_sizes, R);
@@ -568,6 +571,257 @@ TEST(Lora, GroupedMatmulMatchesTheReference) {
     check_grouped_matmul(AB_BFLOAT16, AB_BFLOAT16, shared, !shared);
     check_grouped_matmul(AB_FLOAT16, AB_FLOAT32, shared, shared);
   }
+}
+
+LoraCase in_fp8(int32_t dtype) {
+  LoraCase c = in_dtype(dtype, dtype);
+  c.precision = AB_PRECISION_FP8;
+  c.D = 256;
+  c.F = 128;
+  return c;
+}
+
+// x, d_out, W_in and W_out are represented exactly. `a` and dh are not, but y and dx do not depend on them if the
+// weights are zero.
+TEST(Lora, Fp8QuantisesNoFactor) {
+  for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
+    LoraCase c = in_fp8(dtype);
+    LoraNetwork net(c);
+    net.compute();
+    expect_reference(net, {"y", "dx_rows"});
+    c.has_zero_weights = true;
+    c.early = 1;
+    check_case(c);
+  }
+  LoraCase c = in_fp8(AB_FLOAT32);
+  c.w_in = {0, 1, 3, 2};
+  c.intermediate = kInterleaved;
+  LoraNetwork interleaved(c);
+  interleaved.compute();
+  expect_reference(interleaved, {"y", "dx_rows"});
+}
+
+TEST(Lora, Fp8AcceptsQuantisedOperands) {
+  const int32_t kind = AB_FP8_SCALES_POWER_OF_TWO;
+  for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {
+    LoraCase c = in_fp8(dtype);
+    c.factor_dtype = AB_FLOAT32;
+    LoraNetwork want(c), net(c);
+    want.compute();
+    const QuantizedWeights w_in(want.view("w_in"), kind), w_out(want.view("w_out"), kind);
+
+    // Quantised weights alone.
+    ab_expert_ffn_forward_args forward = net.forward_args();
+    ab_expert_ffn_backward_args backward = net.backward_args();
+    forward.w_in_q = w_in.q_transposed.view();
+    forward.w_out_q = w_out.q_transposed.view();
+    backward.w_in_q = w_in.q.view();
+    backward.w_out_q = w_out.q.view();
+    forward.w_in_scales = backward.w_in_scales = w_in.scales.view();
+    forward.w_out_scales = backward.w_out_scales = w_out.scales.view();
+    forward.w_in = forward.w_out = backward.w_in = backward.w_out = nullptr;
+    EXPECT_OK(LoraNetwork::run(forward));
+    EXPECT_OK(LoraNetwork::run(backward));
+    expect_same(net, want, "quantised weights");
+
+    // The first half with `a` quantised, then the second half summed per token. w multiplies late.
+    LoraNetwork half(c);
+    forward = want.forward_args();
+    forward.weights = nullptr;
+    EXPECT_OK(LoraNetwork::run(forward));
+    const Bytes a_q = e4m3({c.R, c.F}), dh_q({c.R, c.P, c.F}, AB_FLOAT8_E4M3);
+    const Floats a_scales({c.R, c.F / kBlock}), dh_scales({c.R, c.P, c.F / kBlock});
+    ab_expert_ffn_forward_args up = half.forward_args();
+    up.y = up.w_out = up.b_out = up.weights = nullptr;
+    up.a = a_q.view();
+    up.a_scales = a_scales.view();
+    EXPECT_OK(LoraNetwork::run(up));
+    EXPECT_TRUE(half["lora_u"].memory().is(want["lora_u"].memory()));
+    EXPECT_TRUE(half["lora_z"].memory().is(want["lora_z"].memory()));
+    Combined combined(want);
+    ab_grouped_matmul_combine_args down = combined.args(a_q.view(), want.view("w_out"));
+    down.x_scales = a_scales.view();
+    down.weights = want.view("weights");
+    down.bias = want.view("b_out");
+    down.lora_b = want.view("lora_b_out");
+    down.lora_u = half.view("lora_z");
+    combined.expect_same("y", down, "quantised a");
+
+    // Quantised tokens alone: z has the dtype of the tokens.
+    const QuantizedTensor x_q(want.view("x"), kind);
+    remove_in(&up);
+    up.h = up.b_in = nullptr;
+    EXPECT_OK(LoraNetwork::run(up));
+    const OrderedTensor z({c.R, c.rank_out}, c.dtype);
+    up.x = nullptr;
+    up.x_q = x_q.q.view();
+    up.x_scales = x_q.scales.view();
+    up.lora_z = z.view();
+    EXPECT_OK(LoraNetwork::run(up));
+    EXPECT_TRUE(z.memory().is(half["lora_z"].memory()));
+
+    // dx from the quantised dh and from v_in, in a call without h and summed per token.
+    backward = want.backward_args();
+    backward.dh_q = dh_q.view();
+    backward.dh_scales = dh_scales.view();
+    EXPECT_OK(LoraNetwork::run(backward));
+    ab_expert_ffn_backward_args later = half.backward_args();
+    later.h = later.dh = nullptr;
+    later.dh_q = dh_q.view();
+    later.dh_scales = dh_scales.view();
+    later.lora_v_in = want.view("lora_v_in");
+    later.d_out = later.d_weights = later.weighted_a = later.d_w_in = later.d_b_in = later.d_w_out = later.d_b_out =
+        later.lora_v_out = later.d_lora_a_in = later.d_lora_b_in = later.d_lora_a_out = later.d_lora_b_out = nullptr;
+    EXPECT_OK(LoraNetwork::run(later));
+    EXPECT_TRUE(half["dx_rows"].memory().is(want["dx_rows"].memory()));
+    const ab_tensor dh = merged(dh_q.view()), scales = merged(dh_scales.view()), w = merged(want.view("w_in"));
+    const Transposed a(*want.view("lora_a_in"));
+    ab_grouped_matmul_combine_args dgrad = combined.args(&dh, &w);
+    dgrad.x_scales = &scales;
+    dgrad.transpose_w = 1;
+    dgrad.lora_b = &a.view;
+    dgrad.lora_u = want.view("lora_v_in");
+    combined.expect_same("dx_rows", dgrad, "quantised dh");
+  }
+}
+
+TEST(Lora, RefusesBadArguments) {
+  LoraNetwork net(in_dtype(AB_BFLOAT16, AB_FLOAT32));
+  const ab_expert_ffn_forward_args forward = net.forward_args();
+  const ab_expert_ffn_backward_args backward = net.backward_args();
+  const auto refused = [](auto args, auto change, const char* text) {
+    change(args);
+    EXPECT_REFUSED(LoraNetwork::run(args), AB_INVALID_ARGUMENT, text);
+  };
+  const auto both_refused = [&](auto change, const char* text) {
+    refused(forward, change, text);
+    refused(backward, change, text);
+  };
+  both_refused([](auto& args) { args.lora_b_in = nullptr; }, "lora_b_in: got NULL, expected bfloat16 or float32");
+  both_refused([](auto& args) { args.lora_a_out = nullptr; }, "lora_a_out: got NULL, expected bfloat16 or float32");
+  for (const float scale : {INFINITY, -INFINITY, NAN}) {
+    both_refused([&](auto& args) { args.lora_scale_in = scale; }, ", expected a finite number");
+    both_refused([&](auto& args) { args.lora_scale_out = scale; }, ", expected a finite number");
+  }
+  const OrderedTensor half({4, 7, 2}, AB_FLOAT16), two({2, 7, 2}, AB_FLOAT32), wide({4, 8, 2}, AB_FLOAT32),
+      none({4, 7, 0}, AB_FLOAT32), other_rank({4, 3, 2, 6}, AB_FLOAT32), flat({4, 2, 12}, AB_FLOAT32);
+  const Ints integers({4, 7, 2});
+  both_refused([&](auto& args) { args.lora_a_in = half.view(); },
+               "lora_a_in: got float16 (6) [4, 7, 2], expected bfloat16 or float32 [E or 1, D=7, r]");
+  both_refused([&](auto& args) { args.lora_a_in = integers.view(); }, "lora_a_in: got int32 (4) [4, 7, 2], expected");
+  both_refused([&](auto& args) { args.lora_a_in = two.view(); },
+               "lora_a_in: got 2 matrices, expected E=4, or 1 that all experts share");
+  both_refused([&](auto& args) { args.lora_a_in = wide.view(); }, "lora_a_in: got float32 (8) [4, 8, 2], expected");
+  both_refused([&](auto& args) { args.lora_a_in = none.view(); }, "lora_a_in: got rank 0, expected at least 1");
+  both_refused([&](auto& args) { args.lora_b_in = other_rank.view(); },
+               "lora_b_in: got float32 (8) [4, 3, 2, 6], expected bfloat16 or float32 [E or 1, r=2, P=2, F=6]");
+  both_refused([&](auto& args) { args.lora_b_in = flat.view(); }, "lora_b_in: got float32 (8) [4, 2, 12], expected");
+  ab_tensor far = *net.view("lora_b_out");
+  int64_t strides[] = {INT64_MAX, 1, 1};
+  far.strides = strides;
+  both_refused([&](auto& args) { args.lora_b_out = &far; },
+               "lora_b_out: got stride 9223372036854775807 along axis 0, expected elements at most 2^56 apart");
+  strides[0] = (int64_t{1} << 56) / 3;
+  strides[1] = -(int64_t{1} << 55) - 1;
+  both_refused([&](auto& args) { args.lora_b_out = &far; }, "lora_b_out: got stride -36028797018963969 along axis 1");
+  far.data = nullptr;
+  strides[1] = 1;
+  both_refused([&](auto& args) { args.lora_b_out = &far; }, "lora_b_out: got data NULL, expected memory for [4, 3, 7]");
+
+  both_refused([&](auto& args) { args.lora_u = net.view("dx_rows"); },
+               "lora_u: got bfloat16 (7) [28, 7], expected bfloat16 [R=28, r=2]");
+  const auto without_in = [](auto change) {
+    return [change](auto& args) {
+      remove_in(&args);
+      change(args);
+    };
+  };
+  both_refused(without_in([&](auto& args) { args.lora_u = net.view("lora_u"); }),
+               "lora_u: got a tensor, expected NULL without an adapter");
+  both_refused(without_in([](auto& args) { args.lora_scale_in = 1.0f; }),
+               "lora_scale_in: got 1, expected 0 without an adapter that it scales");
+  const auto forward_refused = [&](auto change, const char* text) { refused(forward, change, text); };
+  forward_refused([&](auto& args) { args.lora_z = net.view("lora_u"); }, "lora_z: got bfloat16 (7) [28, 2], expected");
+  forward_refused([](auto& args) { args.y = args.w_out = args.b_out = args.weights = args.lora_z = nullptr; },
+                  "lora_z: got NULL, expected a tensor, since the adapter of W_out is given and y is not");
+
+  using A = ab_expert_ffn_backward_args;
+  const auto backward_refused = [&](auto change, const char* text) { refused(backward, change, text); };
+  for (const auto gradient : {&A::d_lora_a_in, &A::d_lora_b_in}) {
+    backward_refused(without_in([&](A& args) { args.*gradient = backward.*gradient; }),
+                     "_in: got a tensor, expected NULL without an adapter");
+  }
+  backward_refused(without_in([&](A& args) { args.lora_v_in = backward.lora_v_in; }),
+                   "lora_v_in: got a tensor, expected NULL without an adapter");
+  backward_refused([&](A& args) { args.lora_v_out = net.view("lora_u"); }, "lora_v_out: got bfloat16 (7) [28, 2], exp");
+  backward_refused([&](A& args) { args.d_lora_a_in = half.view(); },
+                   "d_lora_a_in: got float16 (6) [4, 7, 2], expected float32 [E=4, D=7, r=2]");
+  backward_refused([&](A& args) { args.d_lora_b_in = flat.view(); },
+                   "d_lora_b_in: got float32 (8) [4, 2, 12], expected float32 [E=4, r=2, P=2, F=6]");
+  backward_refused([&](A& args) { args.d_lora_a_out = two.view(); }, "d_lora_a_out: got float32 (8) [2, 7, 2], exp");
+  backward_refused([&](A& args) { args.d_lora_b_out = two.view(); }, "d_lora_b_out: got float32 (8) [2, 7, 2], exp");
+  ab_tensor strided = *backward.d_lora_b_out;
+  strides[0] = 0;
+  strided.strides = strides;
+  backward_refused([&](A& args) { args.d_lora_b_out = &strided; },
+                   "d_lora_b_out: got strides that are not contiguous, expected row-major [4, 3, 7]");
+  LoraNetwork narrow(in_dtype(AB_BFLOAT16, AB_BFLOAT16));
+  refused(
+      narrow.backward_args(), [](A& args) { args.accumulate = 1; },
+      "d_lora_a_in: got bfloat16 (7) [4, 7, 2], expected float32 [E=4, D=7, r=2]");
+
+  // A later call.
+  A later = backward;
+  later.h = later.d_weights = nullptr;
+  EXPECT_OK(LoraNetwork::run(later));
+  const auto later_refused = [&](auto change, const char* text) { refused(later, change, text); };
+  later_refused([](A& args) { args.weighted_a = args.d_w_out = nullptr; },
+                "h: got NULL, expected [R, P, F], or weighted_a from an earlier call");
+  later_refused(
+      [](A& args) { args.dh = args.lora_v_in = args.dx_rows = args.d_w_in = args.d_b_in = args.d_lora_b_in = nullptr; },
+      "h: got NULL, expected [R, P, F], or dh from an earlier call");
+  later_refused([](A& args) { args.d_lora_a_out = nullptr; },
+                "lora_v_out: got a tensor, expected NULL without h and d_lora_a_out");
+  later_refused([](A& args) { args.dx_rows = args.d_lora_a_in = nullptr; },
+                "lora_v_in: got a tensor, expected NULL without h, dx_rows and d_lora_a_in");
+  later_refused(
+      [](A& args) { args.d_out = args.d_w_out = args.d_b_out = args.d_lora_a_out = args.lora_v_out = nullptr; },
+      "d_out: got NULL, expected");
+}
+
+TEST(Lora, GroupedMatmulRefusesBadArguments) {
+  LoraNetwork net{LoraCase{}};
+  const ab_tensor h = merged(net.view("h")), w_in = merged(net.view("w_in")), b_in = merged(net.view("lora_b_in"));
+  LoraCase by_row;
+  by_row.by_slot = false;
+  LoraNetwork rows(by_row);
+  ab_grouped_matmul_args product = grouped_matmul_args(rows.view("x"), &w_in, net.group_sizes.view(), &h);
+  ab_grouped_matmul_combine_args combine = Combined(net).args(net.view("weighted_a"), net.view("w_out"));
+  (void)combine;
+  product.lora_a = net.view("lora_a_in");
+  product.lora_b = &b_in;
+  product.lora_u = net.view("lora_u");
+  const auto refused = [](auto args, auto change, const char* text) {
+    change(args);
+    EXPECT_REFUSED(call(ab_grouped_matmul, ab_grouped_matmul_workspace, args), AB_INVALID_ARGUMENT, text);
+  };
+  EXPECT_OK(call(ab_grouped_matmul, ab_grouped_matmul_workspace, product));
+  using A = ab_grouped_matmul_args;
+  refused(product, [](A& args) { args.lora_b = nullptr; }, "lora_b: got NULL, expected float32 [E or 1, r=2, N=12]");
+  refused(product, [](A& args) { args.lora_scale = NAN; }, "lora_scale: got nan, expected a finite number");
+  refused(product, [&](A& args) { args.lora_b = net.view("lora_b_out"); }, "lora_b: got float32 (8) [4, 3, 7], exp");
+  refused(product, [&](A& args) { args.lora_a = net.view("lora_a_out"); }, "lora_a: got float32 (8) [4, 6, 3], exp");
+  refused(
+      product, [&](A& args) { args.lora_u = net.view("lora_z"); },
+      "lora_u: got float32 (8) [28, 3], expected float32 [R=28, r=2]");
+  A given = product;
+  given.lora_a = nullptr;
+  EXPECT_OK(call(ab_grouped_matmul, ab_grouped_matmul_workspace, given));
+  refused(
+      given, [](A& args) { args.lora_scale = 1.0f; },
+      "lora_scale: got 1, expected 0 without an adapter that it scales");
+  refused(given, [](A& args) { args.lora_u = nullptr; }, "lora_a: got NULL, expected float32 [E or 1, D=7, r]");
+  refused(given, [](A& args) { args.lora_b = nullptr; }, "lora_b: got NULL, expected float32 [E or 1, r=2, N=12]");
 }
 
 }  // namespace

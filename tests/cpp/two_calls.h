@@ -21,7 +21,7 @@ inline TwoCalls in_two_calls(const ab_expert_ffn_backward_args& all, const ab_te
   second.h = second.d_weights = nullptr;
   if (w_out_comes_first) {
     second.d_w_out = second.d_b_out = second.d_out = nullptr;
-    second.d_lora_a_out = second.d_lora_b_out = second.lora_v_out = nullptr;
+    second.weighted_a = second.d_lora_a_out = second.d_lora_b_out = second.lora_v_out = nullptr;
   } else {
     first.d_w_out = first.d_b_out = first.d_lora_a_out = first.d_lora_b_out = nullptr;
     second.weighted_a = weighted_a;

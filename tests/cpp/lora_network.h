@@ -218,8 +218,7 @@ inline std::map<std::string, Doubles> LoraNetwork::reference() const {
     };
     const auto scatter = [&](const char* name, const Doubles& values, int64_t columns) {
       for (int64_t i = 0; i < m; ++i) {
-        std::copy_n(&values[static_cast<size_t>(i * columns)], columns,
-                    &want[name][static_cast<size_t>(rows[static_cast<size_t>(i)] * columns)]);
+        std::copy_n(values.data() + i * columns, columns, want[name].data() + rows[static_cast<size_t>(i)] * columns);
       }
     };
     const Doubles x = gather("x");

@@ -1,6 +1,7 @@
 // An expert MLP with adapters of both projections, and its float64 reference.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <map>
 #include <set>
@@ -281,6 +282,31 @@ inline std::map<std::string, Doubles> LoraNetwork::reference() const {
   want["d_lora_a_out"] = out.d_a;
   want["d_lora_b_out"] = out.d_b;
   return want;
+}
+
+inline LoraCase in_dtype(int32_t dtype, int32_t factor_dtype) {
+  LoraCase c;
+  c.dtype = dtype;
+  c.factor_dtype = factor_dtype;
+  return c;
+}
+
+// Roundings of u, h, a and the factors add up.
+inline double bound_of(int32_t dtype) { return dtype == AB_FLOAT32 ? 2e-6 : 6 * rounding_of(dtype); }
+
+inline LoraCase in_fp8(int32_t dtype) {
+  LoraCase c = in_dtype(dtype, dtype);
+  c.precision = AB_PRECISION_FP8;
+  c.D = c.F = 128;
+  return c;
+}
+
+inline void expect_same(LoraNetwork& got, LoraNetwork& want, const std::string& what,
+                        const std::vector<std::string>& without = {}) {
+  for (const auto& [name, tensor] : got.tensors) {
+    if (std::ranges::find(without, name) != without.end()) continue;
+    EXPECT_TRUE(tensor.memory().is(want[name].memory())) << what << ": " << name;
+  }
 }
 
 }  // namespace anabranch::testing

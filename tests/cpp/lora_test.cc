@@ -35,6 +35,7 @@ TEST(Lora, MatchesTheReference) {
   tall.T = 200;
   tall.R = 420;
   tall.sizes = {300, 0, 1, 99};
+  tall.rank_in = 20;  // above D and P F
   check_case(tall);
   LoraCase wide;  // several tiles of columns
   wide.F = 520;

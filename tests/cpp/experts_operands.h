@@ -195,6 +195,16 @@ inline std::vector<int32_t> mixed_slots(int64_t R, int64_t slots) {
   return result;
 }
 
+// row_of_slot [T, K] for slot_of_row; -1 for a slot without a row.
+inline Ints invert(const Ints& slot_of_row, int64_t T, int64_t K) {
+  std::vector<int32_t> rows(static_cast<size_t>(T * K), -1);
+  for (int64_t r = 0; r < slot_of_row.size(); ++r) {
+    const int32_t slot = slot_of_row[r];
+    if (slot >= 0 && slot < T * K) rows[static_cast<size_t>(slot)] = static_cast<int32_t>(r);
+  }
+  return {{T, K}, rows};
+}
+
 // The slots 0 to count - 1 in order.
 inline std::vector<int32_t> slots_in_order(int64_t count) {
   std::vector<int32_t> slots(static_cast<size_t>(count));

@@ -17,16 +17,11 @@ struct Combined {
 
   explicit Combined(const Network<T_>& network)
       : net(network),
-        row_of_slot({net.T, net.K}),
+        row_of_slot(invert(net.slot_of_row, net.T, net.K)),
         addend(random({net.T, net.D}, 9)),
         a({net.R, net.F}),
         want({net.T, net.D}),
-        got({net.T, net.D}) {
-    for (int64_t r = 0; r < net.R; ++r) {
-      const int32_t slot = net.slot_of_row[r];
-      if (slot >= 0 && slot < net.T * net.K) row_of_slot[slot] = static_cast<int32_t>(r);
-    }
-  }
+        got({net.T, net.D}) {}
 
   static ab_tensor flat_view(const ab_tensor* view, int32_t rank) {
     ab_tensor flat = *view;

@@ -24,14 +24,10 @@ struct Combined {
 
   explicit Combined(LoraNetwork& network)
       : net(network),
-        row_of_slot({net.c.T, net.c.K}),
+        row_of_slot(invert(net.slot_of_row, net.c.T, net.c.K)),
         want({net.c.T, net.c.D}, net.c.dtype),
-        got({net.c.T, net.c.D}, net.c.dtype) {
-    for (int64_t r = 0; r < net.c.R; ++r) {
-      const int32_t slot = net.slot_of_row[r];
-      if (slot >= 0 && slot < net.c.T * net.c.K) row_of_slot[slot] = static_cast<int32_t>(r);
-    }
-  }
+        got({net.c.T, net.c.D}, net.c.dtype) {}
+
   ab_grouped_matmul_combine_args args(const ab_tensor* x, const ab_tensor* w) const {
     ab_grouped_matmul_combine_args args{};
     args.size = sizeof(args);

@@ -115,3 +115,56 @@ def check_lora(
 def operand_fields(lora: Lora | None) -> dict[str, Any]:
     """The factors by the names of the layer's operands; empty without adapters."""
     return {} if lora is None else dict(zip(NAMES, lora, strict=True))
+
+
+# ---------------------------------------------------------------- making factors
+
+
+def factor_shapes(
+    sizes: tuple[int, int, int, int], rank: Any, projections: Any, shared: Any
+) -> dict[str, tuple[int, ...]]:
+    """Checks the arguments of `init_lora` and returns the shapes of the factors by field.
+
+    Args:
+      sizes: (E, D, P, F).
+      rank, projections, shared: as in `init_lora`.
+    """
+    E, D, P, F = sizes
+    r = checks.integer("rank", rank, 1, checks.INDEX_LIMIT - 1)
+    adapted = _names("projections", projections, PROJECTIONS)
+    if not adapted:
+        raise ValueError(f"projections: got {projections!r}, expected at least one of {', '.join(PROJECTIONS)}")
+    alone = _names("shared", shared, Lora._fields)
+    shapes = {"a_in": (D, r), "b_in": (r, P, F), "a_out": (F, r), "b_out": (r, D)}
+    selected = {name: shape for name, shape in shapes.items() if name.split("_")[1] in adapted}
+    for name in alone:
+        if name not in selected:
+            raise ValueError(f"shared: got {name!r}, expected a factor of an adapted projection")
+    return {name: (1 if name in alone else E, *shape) for name, shape in selected.items()}
+
+
+def _names(argument: str, value: Any, choices: Sequence[str]) -> tuple[str, ...]:
+    """Checks an argument that lists names."""
+    if isinstance(value, str) or not isinstance(value, (tuple, list, set, frozenset)):
+        raise TypeError(f"{argument}: got {checks.describe(value)}, expected a tuple of names: {', '.join(choices)}")
+    for name in value:
+        if name not in choices:
+            raise ValueError(f"{argument}: got {name!r}, expected names among {', '.join(choices)}")
+    return tuple(value)
+
+
+def check_join(
+    check: Callable[[str, Any, Sequence[Any], Sequence[Any]], Any], dtypes: Sequence[Any], gate: Any, up: Any
+) -> list[tuple[Any, Any]]:
+    """Checks the arguments of `join_lora` and returns them. check, dtypes: see `check_pair`."""
+    pairs = []
+    for name, pair in (("gate", gate), ("up", up)):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise TypeError(f"{name}: got {checks.describe(pair)}, expected a pair (A, B)")
+        a = check(f"{name}[0]", pair[0], dtypes, ("E or 1", "D", "r"))
+        pairs.append((a, check(f"{name}[1]", pair[1], dtypes, ("E or 1", "r", "F"))))
+    E = max(factor.shape[0] for pair in pairs for factor in pair)
+    (D, F), dtype = (pairs[0][0].shape[1], pairs[0][1].shape[2]), pairs[0][0].dtype
+    for name, (a, b) in zip(("gate", "up"), pairs, strict=True):
+        check_pair(check, (dtype,), (f"{name}[0]", f"{name}[1]"), (a, b), E, ("D", D), (("F", F),))
+    return pairs

@@ -185,7 +185,7 @@ def _eager_backward(config: LayerConfig, needs: Mapping[str, bool], saved: Seque
         return _backward(config, needs, saved, *cotangents)
     gradients = _backward(config, needs, (*view_parameters(s, config.network.w_in_layout), *quantized), *cotangents)
     for name, parameter in (("w_in", s.w_in), ("b_in", s.b_in)):
-        if (gradient := gradients.get(name)) is not None:
+        if parameter is not None and (gradient := gradients.get(name)) is not None:
             gradients[name] = gradient.view(parameter.shape)
     if (d_gate := gradients.get("gate")) is not None:
         gradients["gate"] = d_gate.T
@@ -279,7 +279,7 @@ def _backward(
         addend = through.x
         if through.gate is not None:
             gradients["gate"] = _as(through.gate, gate.dtype)
-        if needs["gate_bias"]:
+        if gate_bias is not None and needs["gate_bias"]:
             gradients["gate_bias"] = _as(d_logits.sum(0), gate_bias.dtype)
     if any(experts_need[name] for name in FROM_DH):
         d_x, d_w_in, d_b_in, d_a_in, d_b_factor_in = torch_ops.experts_inputs(

@@ -67,7 +67,8 @@ def grouped_rows(name: str, value: Any) -> Tensor:
 
 def check_network_lora(lora: Any, x: Tensor, sizes: tuple[int, int, int, int]) -> Lora | None:
     """Checks the argument `lora` of a layer against x and the sizes (E, D, P, F)."""
-    checked = check_lora(check.tensor, tuple(dict.fromkeys((x.dtype, torch.float32))), lora, sizes)
+    dtypes = tuple(dict.fromkeys((x.dtype, torch.float32)))
+    checked = check_lora(check.tensor, dtypes, lora, dict(zip("edpf", sizes, strict=True)))
     if checked is not None:
         check.same_device("x", x, **{f"lora.{name}": factor for name, factor in checked._asdict().items()})
     return checked

@@ -112,74 +112,49 @@ def check_lora(
     return None if a_in is None and a_out is None else checked
 
 
-def operand_fields(lora: Lora | None) -> dict[str, Any]:
-    """The factors by the names of the layer's operands; empty without adapters."""
-    return {} if lora is None else dict(zip(NAMES, lora, strict=True))
-
-
-# ---------------------------------------------------------------- making factors
+def check_names_of(argument: str, value: Any, names: Sequence[str]) -> tuple[str, ...]:
+    """Checks an argument that is a sequence of distinct names."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise TypeError(f"{argument}: got {checks.describe(value)}, expected a sequence of names of {names}")
+    chosen = tuple(checks.choice(argument, name, names) for name in value)
+    if len(set(chosen)) < len(chosen):
+        raise ValueError(f"{argument}: got {chosen}, expected distinct names")
+    return chosen
 
 
 def factor_shapes(
-    sizes: tuple[int, int, int, int], rank: Any, projections: Any, shared: Any
+    sizes: Mapping[str, int], rank: int, projections: Sequence[str], shared: Sequence[str]
 ) -> dict[str, tuple[int, ...]]:
-    """Checks the arguments of `init_lora` and returns the shapes of the factors by field.
-
-    Args:
-      sizes: (E, D, P, F).
-      rank, projections, shared: as in `init_lora`.
-    """
-    E, D, P, F = sizes
-    r = checks.integer("rank", rank, 1, checks.INDEX_LIMIT - 1)
-    adapted = _names("projections", projections, PROJECTIONS)
-    if not adapted:
-        raise ValueError(f"projections: got {projections!r}, expected at least one of {', '.join(PROJECTIONS)}")
-    alone = _names("shared", shared, Lora._fields)
-    shapes = {"a_in": (D, r), "b_in": (r, P, F), "a_out": (F, r), "b_out": (r, D)}
-    selected = {name: shape for name, shape in shapes.items() if name.split("_")[1] in adapted}
-    for name in alone:
-        if name not in selected:
-            raise ValueError(f"shared: got {name!r}, expected a factor of an adapted projection")
-    return {name: (1 if name in alone else E, *shape) for name, shape in selected.items()}
+    """The shapes of the factors of new adapters, by field of `Lora`. sizes: see `check_lora`."""
+    E, D, P, F = (sizes[axis] for axis in "edpf")
+    shapes = {"a_in": (D, rank), "b_in": (rank, P, F), "a_out": (F, rank), "b_out": (rank, D)}
+    return {
+        name: (1 if name in shared else E, *shape)
+        for name, shape in shapes.items()
+        if name.split("_")[1] in projections
+    }
 
 
-def module_scale(lora_rank: Any, lora_alpha: Any, lora_shared: Any) -> float:
-    """Checks the arguments lora_rank, lora_alpha and lora_shared of a module and returns the adapters' scale."""
-    shared = _names("lora_shared", lora_shared, Lora._fields)
+class NewLora(NamedTuple):
+    """The checked options of a module that has adapters of its own, in both projections."""
+
+    rank: int
+    """0: no adapters."""
+    scale: float
+    shared: tuple[str, ...]
+
+
+def new_lora(lora_rank: Any, lora_alpha: Any, lora_shared: Any) -> NewLora:
+    """Checks the arguments lora_rank, lora_alpha and lora_shared of a module."""
+    rank = checks.integer("lora_rank", lora_rank, 0, checks.INDEX_LIMIT - 1)
     alpha = None if lora_alpha is None else checks.number("lora_alpha", lora_alpha)
-    if lora_rank is None:
-        if alpha is not None or shared:
-            given = f"lora_alpha {alpha}" if alpha is not None else f"lora_shared {shared}"
-            raise ValueError(f"lora_rank: got None with {given}, expected a rank")
-        return 1.0
-    rank = checks.integer("lora_rank", lora_rank, 1, checks.INDEX_LIMIT - 1)
-    return 1.0 if alpha is None else alpha / rank
+    shared = check_names_of("lora_shared", lora_shared, Lora._fields)
+    if not rank and (alpha is not None or shared):
+        name, value = ("lora_shared", shared) if alpha is None else ("lora_alpha", alpha)
+        raise ValueError(f"{name}: got {value} without adapters, expected lora_rank >= 1")
+    return NewLora(rank, 1.0 if alpha is None else alpha / rank, shared)
 
 
-def _names(argument: str, value: Any, choices: Sequence[str]) -> tuple[str, ...]:
-    """Checks an argument that lists names."""
-    if isinstance(value, str) or not isinstance(value, (tuple, list, set, frozenset)):
-        raise TypeError(f"{argument}: got {checks.describe(value)}, expected a tuple of names: {', '.join(choices)}")
-    for name in value:
-        if name not in choices:
-            raise ValueError(f"{argument}: got {name!r}, expected names among {', '.join(choices)}")
-    return tuple(value)
-
-
-def check_join(
-    check: Callable[[str, Any, Sequence[Any], Sequence[Any]], Any], dtypes: Sequence[Any], gate: Any, up: Any
-) -> list[tuple[Any, Any]]:
-    """Checks the arguments of `join_lora` and returns them. check, dtypes: see `check_pair`."""
-    pairs = []
-    for name, pair in (("gate", gate), ("up", up)):
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise TypeError(f"{name}: got {checks.describe(pair)}, expected a pair (A, B)")
-        a = check(f"{name}[0]", pair[0], dtypes, ("E or 1", "D", "r"))
-        pairs.append((a, check(f"{name}[1]", pair[1], dtypes, ("E or 1", "r", "F"))))
-    E = max(factor.shape[0] for pair in pairs for factor in pair)
-    first = pairs[0][0]
-    dtype = next(dtype for dtype in dtypes if dtype in (first.dtype, str(first.dtype)))
-    D, F = first.shape[1], pairs[0][1].shape[2]
-    for name, (a, b) in zip(("gate", "up"), pairs, strict=True):
-        check_pair(check, (dtype,), (f"{name}[0]", f"{name}[1]"), (a, b), E, ("D", D), (("F", F),))
-    return pairs
+def operand_fields(lora: Lora | None) -> dict[str, Any]:
+    """The factors by the names of the layer's operands; empty without adapters."""
+    return {} if lora is None else dict(zip(NAMES, lora, strict=True))

@@ -95,10 +95,11 @@ def test_linen():
 
 def test_options_of_modules():
     for wrong, message in (
-        (dict(lora_rank=0), "lora_rank: got 0, expected an integer"),
-        (dict(lora_alpha=2.0), "lora_rank: got None with lora_alpha 2.0, expected a rank"),
-        (dict(lora_shared=("a_in",)), "lora_rank: got None with lora_shared"),
-        (dict(lora_rank=2, lora_shared=("w",)), "lora_shared: got 'w', expected names among a_in"),
+        (dict(lora_rank=-1), "lora_rank: got -1, expected an integer"),
+        (dict(lora_alpha=2.0), "lora_alpha: got 2.0 without adapters, expected lora_rank >= 1"),
+        (dict(lora_shared=("a_in",)), "lora_shared: got .* without adapters"),
+        (dict(lora_rank=2, lora_shared=("w",)), "lora_shared: got 'w', expected one of 'a_in'"),
+        (dict(lora_rank=2, lora_shared=("a_in", "a_in")), "lora_shared: got .*expected distinct"),
     ):
         with pytest.raises(ValueError, match=message):
             MoE(D, F, E, K, rngs=nnx.Rngs(0), **wrong)
@@ -149,7 +150,7 @@ def test_projections():
     w_in, w_out = jnp.ones((E, D, 2, F)), jnp.ones((E, F, D))
     lora = init_lora(jax.random.key(0), w_in, w_out, R, projections=("out",), dtype=jnp.bfloat16)
     assert lora.a_in is None and lora.b_in is None and lora.a_out.dtype == jnp.bfloat16
-    with pytest.raises(ValueError, match="projections: got 'up', expected names among in, out"):
+    with pytest.raises(ValueError, match="projections: got 'up', expected one of 'in', 'out'"):
         init_lora(jax.random.key(0), w_in, w_out, R, projections=("up",))
     with pytest.raises(TypeError, match="projections: got "):
         init_lora(jax.random.key(0), w_in, w_out, R, projections="in")

@@ -128,7 +128,7 @@ def check_fsdp_of_adapters(rank):
         for trained in (model, one):
             torch.optim.SGD([p for p in trained.parameters() if p.requires_grad], lr=1.0).step()
     assert one.moe.lora_b_out.any() and one.moe.lora_a_in.grad.any()
-    with pytest.raises(ValueError, match=r"lora_rank: got a layer under fully_shard, expected add_lora before"):
+    with pytest.raises(ValueError, match=r"module: got a layer under fully_shard, expected add_lora before"):
         add_lora(sharded(two_by_two()), 2)
 
 

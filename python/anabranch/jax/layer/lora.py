@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from anabranch.jax.binding import check
 from anabranch.layouts import Layouts
-from anabranch.lora import PROJECTIONS, Lora, check_join, check_lora, check_scales, factor_shapes
+from anabranch.lora import PROJECTIONS, Lora, check_lora, check_names_of, check_scales, factor_shapes
 from anabranch.options import check_layouts
 
 
@@ -57,12 +57,15 @@ def init_lora(
     [(1, 8, 3), (4, 3, 2, 16), (4, 16, 3), (4, 3, 8)]
     """
     sizes = _sizes(check_layouts(w_in_layout, w_out_layout), w_in, w_out)
-    shapes = factor_shapes((sizes["e"], sizes["d"], sizes["p"], sizes["f"]), rank, projections, shared)
+    rank = check.integer("rank", rank, 1, check.INDEX_LIMIT - 1)
     dtype = jnp.dtype(check.dtype("dtype", dtype, check.FLOATS))
+    projections = check_names_of("projections", projections, PROJECTIONS)
+    shared = check_names_of("shared", shared, Lora._fields)
     try:
         keys = dict(zip(("a_in", "a_out"), jax.random.split(key), strict=True))
     except (TypeError, ValueError) as error:
         raise TypeError(f"key: got {check.describe(key)}, expected a key of jax.random") from error
+    shapes = factor_shapes(sizes, rank, projections, shared)
     return Lora(**{name: new_factor(name, keys.get(name), shape, dtype) for name, shape in shapes.items()})
 
 
@@ -148,13 +151,23 @@ def join_lora(gate: tuple[jax.Array, jax.Array], up: tuple[jax.Array, jax.Array]
     >>> a.shape, b[0, :, 0, 0].tolist(), b[0, :, 1, 0].tolist()
     ((1, 4, 3), [1.0, 1.0, 0.0], [0.0, 0.0, 1.0])
     """
-    (gate_a, gate_b), (up_a, up_b) = check_join(check.array, check.FLOATS, gate, up)
+    for name, pair in (("gate", gate), ("up", up)):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise TypeError(f"{name}: got {check.describe(pair)}, expected a pair of factors (A, B)")
+    gate_a = check.array("gate[0]", gate[0], check.FLOATS, ("E or 1", "D", "r"))
+    D, dtype = ("D", gate_a.shape[1]), (str(gate_a.dtype),)
+    gate_b = check.array("gate[1]", gate[1], dtype, ("E or 1", ("r", gate_a.shape[2]), "F"))
+    up_a = check.array("up[0]", up[0], dtype, ("E or 1", D, "q"))
+    up_b = check.array("up[1]", up[1], dtype, ("E or 1", ("q", up_a.shape[2]), ("F", gate_b.shape[2])))
 
-    def alike(*factors: jax.Array) -> list[jax.Array]:
-        rows = max(len(factor) for factor in factors)
-        return [jnp.broadcast_to(factor, (rows, *factor.shape[1:])) for factor in factors]
+    def alike(name: str, *factors: jax.Array) -> list[jax.Array]:
+        E = max(len(factor) for factor in factors)
+        for factor in factors:
+            if len(factor) not in (1, E):
+                raise ValueError(f"{name}: got {check.describe(factor)} beside {E} experts, expected {E} or 1 of them")
+        return [jnp.broadcast_to(factor, (E, *factor.shape[1:])) for factor in factors]
 
-    gate_b, up_b = alike(gate_b, up_b)
+    gate_b, up_b = alike("up[1]", gate_b, up_b)
     no_gate, no_up = jnp.zeros_like(up_b), jnp.zeros_like(gate_b)
     b_in = jnp.concatenate([jnp.stack([gate_b, no_up], axis=2), jnp.stack([no_gate, up_b], axis=2)], axis=1)
-    return jnp.concatenate(alike(gate_a, up_a), axis=2), b_in
+    return jnp.concatenate(alike("up[0]", gate_a, up_a), axis=2), b_in

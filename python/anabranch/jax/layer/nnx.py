@@ -27,7 +27,7 @@ from anabranch.jax.ops.quantile import host_bounds, quantile_bias
 from anabranch.jax.ops.quantized import QuantizedExperts
 from anabranch.jax.parallel.parallel import Parallel
 from anabranch.layouts import OURS, Layouts
-from anabranch.lora import PROJECTIONS, Lora, factor_shapes, module_scale
+from anabranch.lora import PROJECTIONS, Lora, factor_shapes, new_lora
 from anabranch.options import (
     LAYOUT_MODULE_NAMES,
     LayerOptions,
@@ -85,12 +85,12 @@ class MoE(nnx.Module):
     Parameters (`nnx.Param`): `gate` [D, E], `w_in` [E, D, 2, F] (gate and up columns; [E, D, 1, F] if not gated),
     `w_out` [E, F, D]; with `use_gate_bias` also `gate_bias` [E]; with `use_bias` also `b_in` [E, 2 or 1, F] and `b_out`
     [E, D]; with `shared_features` S > 0 also `shared_in` [D, 2 or 1, S] and `shared_out` [S, D]; with `shared_gate`
-    also `shared_gate` [D, 1]. With `lora_rank` r also the adapters' factors (`nnx.LoRAParam`) `lora_a_in` [E or 1, D,
-    r], `lora_b_in` [E or 1, r, 2 or 1, F], `lora_a_out` [E or 1, F, r] and `lora_b_out` [E or 1, r, D]; to train them
-    alone, differentiate and update `nnx.LoRAParam`: frozen weights cost nothing. State (`RouterState`): `expert_bias`
-    float32 [E] with `use_expert_bias` or `balance`. If `nnx.update`, `nnx.merge` or a cast of the state changes its
-    float dtype, a forward pass reads it as float32 and an update makes it float32 again, because 16 bits lose steps of
-    1e-3.
+    also `shared_gate` [D, 1]. With `lora_rank` r > 0 also the adapters' factors (`nnx.LoRAParam`) `lora_a_in` [E or 1,
+    D, r], `lora_b_in` [E or 1, r, 2 or 1, F], `lora_a_out` [E or 1, F, r] and `lora_b_out` [E or 1, r, D]; to train
+    them alone, differentiate and update `nnx.LoRAParam`: frozen weights cost nothing. State (`RouterState`):
+    `expert_bias` float32 [E] with `use_expert_bias` or `balance`. If `nnx.update`, `nnx.merge` or a cast of the state
+    changes its float dtype, a forward pass reads it as float32 and an update makes it float32 again, because 16 bits
+    lose steps of 1e-3.
 
     Args:
       in_features: D, width of the model.
@@ -106,7 +106,7 @@ class MoE(nnx.Module):
       use_bias: whether the experts have biases b_in and b_out.
       shared_features: width S of a dense expert that processes every token; 0: none.
       shared_gate: multiply the shared expert's output by sigmoid(<x, shared_gate>).
-      lora_rank: rank of low-rank adapters of w_in and w_out, which start without effect; None: no adapters. For a saved
+      lora_rank: rank of low-rank adapters of w_in and w_out, which start without effect; 0: no adapters. For a saved
         layer without adapters, build the layer with `lora_rank` and update it with the saved state.
       lora_alpha: the adapters are multiplied by lora_alpha / lora_rank; None: by 1.
       lora_shared: the fields of `Lora` that all experts share, for example ("a_in",).
@@ -152,7 +152,7 @@ class MoE(nnx.Module):
         use_bias: bool = False,
         shared_features: int = 0,
         shared_gate: bool = False,
-        lora_rank: int | None = None,
+        lora_rank: int = 0,
         lora_alpha: float | None = None,
         lora_shared: Sequence[str] = (),
         parallel: Parallel | None = None,
@@ -179,8 +179,10 @@ class MoE(nnx.Module):
         in_init = initializer("kernel_init", kernel_init, default_in_init)
         out_init = initializer("kernel_init", kernel_init, default_out_init)
         quantile = balance is not None and check.choice("balance", balance, ("quantile",)) == "quantile"
-        scale = module_scale(lora_rank, lora_alpha, lora_shared)
-        given = LayerOptions(topk=topk, qb_bins=qb_bins if quantile else None, lora_scale=scale, **options)
+        lora = new_lora(lora_rank, lora_alpha, lora_shared)
+        given = LayerOptions(
+            topk=topk, qb_bins=qb_bins if quantile else None, lora_scale=lora.scale if lora.rank else 1.0, **options
+        )
         layouts = given.layouts()
         if layer_config(given, E, parts, parallel).ffn.fp8:
             check_fp8_widths("hidden_features", f"{F} beside in_features {D}", in_features=D, hidden_features=F)
@@ -195,7 +197,7 @@ class MoE(nnx.Module):
             if parallel is None:
                 return kind(value)
             try:
-                return kind(value, out_sharding=sharding(parallel, name, layouts, lora_shared))
+                return kind(value, out_sharding=sharding(parallel, name, layouts, lora.shared))
             except ValueError as error:  # flax found no mesh, or the mesh does not fit the parameter
                 raise ValueError(
                     f"parallel: got {parallel}, which does not place {name} {check.describe(value)}, expected one "
@@ -212,7 +214,8 @@ class MoE(nnx.Module):
         self.shared_in = nnx.Param(in_init(key(), (1, D, parts, S), param_dtype)[0]) if S else None
         self.shared_out = nnx.Param(out_init(key(), (1, S, D), param_dtype)[0]) if S else None
         self.shared_gate = nnx.Param(gate_init(key(), (D, 1), param_dtype)) if shared_gate else None
-        shapes = {} if lora_rank is None else factor_shapes((E, D, parts, F), lora_rank, PROJECTIONS, lora_shared)
+        sizes = {"e": E, "d": D, "p": parts, "f": F}
+        shapes = factor_shapes(sizes, lora.rank, PROJECTIONS, lora.shared) if lora.rank else {}
         for name in Lora._fields:
             factor = None
             if name in shapes:

@@ -26,7 +26,7 @@ from anabranch.jax.ops.quantized import QuantizedExperts
 from anabranch.jax.parallel.parallel import Parallel
 from anabranch.jax.te.router import score_function_name
 from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS, Layouts
-from anabranch.lora import PROJECTIONS, Lora, factor_shapes, module_scale
+from anabranch.lora import PROJECTIONS, Lora, factor_shapes, new_lora
 from anabranch.options import LayerOptions
 from anabranch.precision import dense_precision
 
@@ -52,7 +52,7 @@ class MoEBlock(nn.Module):
     `jnp.stack([wi_0, wi_1], axis=2)`), `wo` [E, F, D]; with `use_ffn_bias` also `wi_bias` [E, 2, F]
     (`jnp.stack([wi_0_bias, wi_1_bias], axis=1)`) and `wo_bias` [E, D]; with `use_gate_bias` also `gate_bias` [E]; with
     `shared_features` S > 0 also `shared_wi` [D, 2, S] and `shared_wo` [S, D]; with `shared_gate` also
-    `shared_gate_kernel` [D, 1]. With `lora_rank` r the collection `lora` has the adapters' factors `a_in` [E or 1,
+    `shared_gate_kernel` [D, 1]. With `lora_rank` r > 0 the collection `lora` has the adapters' factors `a_in` [E or 1,
     D, r], `b_in` [E or 1, r, 2, F], `a_out` [E or 1, F, r] and `b_out` [E or 1, r, D]; to train them alone,
     differentiate with respect to this collection: frozen parameters cost nothing. The expert bias is a variable in the
     collection `router_state`, not a parameter.
@@ -92,7 +92,7 @@ class MoEBlock(nn.Module):
       precision: how float32 operands of the experts' GEMMs are multiplied, "highest" or "tf32", as in `moe`; also for
         the shared expert. "fp8": the operands of the experts' GEMMs are quantised, those of a shared expert are not.
       fp8_scales: with "fp8", "float32" or "power_of_two", as in `moe`.
-      lora_rank: rank of low-rank adapters of wi and wo, which start without effect; None: no adapters.
+      lora_rank: rank of low-rank adapters of wi and wo, which start without effect; 0: no adapters.
       lora_alpha: the adapters are multiplied by lora_alpha / lora_rank; None: by 1.
       lora_shared: the factors that all experts share, for example ("a_in",).
 
@@ -152,7 +152,7 @@ class MoEBlock(nn.Module):
     wo_layout: str = "fd"
     precision: str = "highest"
     fp8_scales: str = "float32"
-    lora_rank: int | None = None
+    lora_rank: int = 0
     lora_alpha: float | None = None
     lora_shared: tuple[str, ...] = ()
 
@@ -225,7 +225,7 @@ class MoEBlock(nn.Module):
             w_out_layout=check.choice("wo_layout", self.wo_layout, OUT_LAYOUTS),
             precision=self.precision,
             fp8_scales=self.fp8_scales,
-            lora_scale=module_scale(self.lora_rank, self.lora_alpha, self.lora_shared),
+            lora_scale=new_lora(self.lora_rank, self.lora_alpha, self.lora_shared).scale,
         )
         layer_config(options, E, 2, self.parallel)
         return options
@@ -278,9 +278,9 @@ class MoEBlock(nn.Module):
     @nn.nowrap
     def _lora(self, D: int) -> Lora | None:
         """The factors of the adapters, None without adapters."""
-        if self.lora_rank is None:
+        if not self.lora_rank:
             return None
-        sizes = self.num_experts, D, 2, self.intermediate_size
+        sizes = {"e": self.num_experts, "d": D, "p": 2, "f": self.intermediate_size}
         shapes = factor_shapes(sizes, self.lora_rank, PROJECTIONS, self.lora_shared)
         (experts, d, f), out = self.wi_kernel_axes or (None,) * 3, self.wo_kernel_axes or (None,) * 3
         axes = {"a_in": (d, None), "b_in": (None, None, f), "a_out": (out[1], None), "b_out": (None, out[2])}

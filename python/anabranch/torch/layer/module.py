@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from anabranch._text import shown
 from anabranch.lora import NAMES as LORA_NAMES
-from anabranch.lora import PROJECTIONS, Lora, factor_shapes
+from anabranch.lora import PROJECTIONS, Lora, NewLora, factor_shapes, new_lora
 from anabranch.options import MODULE_NAMES, LayerOptions, ModuleKeywords, check_names, takes_options
 from anabranch.precision import FP8, check_fp8_widths, dense_precision
 from anabranch.torch.binding import check, private
@@ -91,10 +91,11 @@ class MoE(OnRanks):
         DeviceMesh (for fully_shard, one dimension of a larger mesh) they are DTensors. None: this process holds all
         experts.
       transport, capacity_factor, fp8_exchange: options of `group`, as in `moe`.
-      lora_rank: r of low-rank adapters of both projections, see `Lora`; None: no adapters. All other parameters of the
-        layer are frozen. The factors are float32 parameters; `add_lora` adds them to an existing layer.
-      lora_alpha: the adapters' scale is lora_alpha / lora_rank; None: lora_rank.
-      lora_shared: factors that all experts share, [1, ...] instead of [E, ...]: "a_in", "b_in", "a_out" or "b_out".
+      lora_rank: rank of low-rank adapters of both projections, which start without effect, see `Lora`; 0: no adapters.
+        All other parameters of the layer are frozen. The factors are float32. `add_lora` adds them to an existing
+        layer.
+      lora_alpha: the adapters are multiplied by lora_alpha / lora_rank; None: by 1.
+      lora_shared: the fields of `Lora` that all experts share, [1, ...] instead of [E, ...].
       dtype: dtype of the computation, float32, bfloat16 or float16, also under torch.autocast. None: the dtype of the
         input, or for a float32 input under torch.autocast the autocast dtype.
       param_dtype: dtype of the parameters; None: torch's default dtype.
@@ -159,7 +160,7 @@ class MoE(OnRanks):
         transport: str = "auto",
         capacity_factor: float | None = None,
         fp8_exchange: bool = False,
-        lora_rank: int | None = None,
+        lora_rank: int = 0,
         lora_alpha: float | None = None,
         lora_shared: Sequence[str] = (),
         dtype: torch.dtype | None = None,
@@ -243,19 +244,14 @@ class MoE(OnRanks):
         # Not buffers: DDP broadcasts the buffers of rank 0, but each rank has its own counts.
         self.tokens_per_expert = self.qb_histogram = None
         self._reset_counts()
-        self.lora_rank: int | None = None
-        self.lora_alpha: float | None = None
-        self.lora_shared: tuple[str, ...] = ()
+        self.lora = NewLora(0, 1.0, ())
         for name in LORA_NAMES:
             self.register_parameter(name, None)
         self._reset_own_parameters()
-        if lora_rank is not None:
-            self._check_lora(lora_rank, lora_alpha, PROJECTIONS, lora_shared)
+        lora = new_lora(lora_rank, lora_alpha, lora_shared)
+        if lora.rank:
             self.requires_grad_(False)
-            self._add_lora(lora_rank, lora_alpha, PROJECTIONS, lora_shared)
-        elif lora_alpha is not None or len(lora_shared) > 0:
-            given = f"lora_alpha {lora_alpha!r}" if lora_alpha is not None else f"lora_shared {lora_shared!r}"
-            raise ValueError(f"lora_rank: got None with {given}, expected a rank")
+            self._add_lora(lora)
 
     def _reset_counts(self) -> None:
         """Sets the counts to 0, on the device of the bias."""
@@ -267,34 +263,24 @@ class MoE(OnRanks):
         if self.options.qb_bins is not None:
             self.qb_histogram = torch.zeros(self.num_experts, self.options.qb_bins, **kind)
 
-    def _check_lora(self, rank: Any, alpha: Any, projections: Any, shared: Any) -> dict[str, tuple[int, ...]]:
-        """Checks the arguments of `_add_lora` and returns the shapes of the factors by field.
-
-        Raises:
-          TypeError, ValueError: an argument is wrong, or the layer cannot get adapters.
-        """
-        if self.lora_rank is not None:
-            raise ValueError(f"lora_rank: got a layer with adapters of rank {self.lora_rank}, expected one without")
+    def _check_without_lora(self) -> None:
+        """Raises ValueError if the layer cannot get adapters."""
+        if self.lora.rank:
+            raise ValueError(f"module: got a layer with adapters of rank {self.lora.rank}, expected one without")
         mesh = getattr(self.down_proj, "device_mesh", None)
         if mesh is not None and mesh.ndim > 1:
-            raise ValueError("lora_rank: got a layer under fully_shard, expected add_lora before fully_shard")
-        if alpha is not None:
-            check.number("lora_alpha", alpha)
-        sizes = self.local_experts, self.in_features, self.parts, self.hidden_features
-        return factor_shapes(sizes, rank, projections, shared)
+            raise ValueError("module: got a layer under fully_shard, expected add_lora before fully_shard")
 
-    def _add_lora(self, rank: int, alpha: float | None, projections: Sequence[str], shared: Sequence[str]) -> None:
-        """Adds factors with their initial values; see `add_lora`."""
-        shapes = self._check_lora(rank, alpha, projections, shared)
-        self.lora_rank, self.lora_shared = rank, tuple(shared)
-        self.lora_alpha = float(rank if alpha is None else alpha)
-        self.options = dataclasses.replace(self.options, lora_scale=self.lora_alpha / rank)
+    def _add_lora(self, lora: NewLora) -> None:
+        """Adds factors with their initial values."""
+        self.lora = lora
+        self.options = dataclasses.replace(self.options, lora_scale=lora.scale)
         self.options_of_replay = self.options.without_selection()
-        device = local_part(self.down_proj).device
-        for field, shape in shapes.items():
+        sizes = dict(e=self.local_experts, d=self.in_features, p=self.parts, f=self.hidden_features)
+        device, mesh = local_part(self.down_proj).device, getattr(self.down_proj, "device_mesh", None)
+        for field, shape in factor_shapes(sizes, lora.rank, PROJECTIONS, lora.shared).items():
             value = torch.empty(shape, dtype=torch.float32, device=device)
-            mesh = None if field in shared else getattr(self.down_proj, "device_mesh", None)
-            setattr(self, f"lora_{field}", nn.Parameter(sharded(value, mesh)))
+            setattr(self, f"lora_{field}", nn.Parameter(sharded(value, None if field in lora.shared else mesh)))
         self._reset_factors()
 
     @torch.no_grad()
@@ -304,7 +290,7 @@ class MoE(OnRanks):
                 continue
             if field.startswith("b_"):
                 factor.zero_()
-            elif field in self.lora_shared:
+            elif field in self.lora.shared:
                 draw(factor_uniform_, factor)
             else:
                 draw(factor_uniform_, factor, self.num_experts, self.rank * self.local_experts)
@@ -462,12 +448,12 @@ class MoE(OnRanks):
         w_in, w_out = self._matrices()
         lora = self._lora()
         if self.group is not None:
-            of_experts = [f for name, f in lora._asdict().items() if name not in self.lora_shared]
+            of_experts = [f for name, f in lora._asdict().items() if name not in self.lora.shared]
             weights = (w_in, w_out, up_bias, self.down_proj_bias, *of_experts)
             check_wrapping(self, self.group, list(self._expert_tensors().values()), weights)
             if self.local_experts == 1:  # `run_layer` cannot tell a shared factor from that of the only expert
-                shared = with_summed_gradients(self.group, *(getattr(lora, name) for name in self.lora_shared))
-                lora = lora._replace(**dict(zip(self.lora_shared, shared, strict=True)))
+                shared = with_summed_gradients(self.group, *(getattr(lora, name) for name in self.lora.shared))
+                lora = lora._replace(**dict(zip(self.lora.shared, shared, strict=True)))
         check_current(quantized, w_in, w_out)
 
         def weight(value: Tensor) -> Tensor:  # float32 weights get unrounded gradients
@@ -479,7 +465,7 @@ class MoE(OnRanks):
             w_out=weight(w_out),
             b_in=None if up_bias is None else local_part(up_bias).to(x.dtype).reshape(w_in.shape[:-1]),
             b_out=None if self.down_proj_bias is None else local_part(self.down_proj_bias).to(x.dtype),
-            lora=None if self.lora_rank is None else Lora(*(f if f is None else weight(f) for f in lora)),
+            lora=None if not self.lora.rank else Lora(*(f if f is None else weight(f) for f in lora)),
         )
         if is_plain(self.gate):
             return tensors._replace(gate=self.gate.weight.T, gate_bias=self.gate.bias)
@@ -510,7 +496,7 @@ class MoE(OnRanks):
         tensors = LayerTensors(x, up, down, up_bias, down_bias, gate.weight, gate.bias, **given)
         dtype = x.dtype
         dtypes = (dtype, torch.float32)
-        lora = None if self.lora_rank is None else self._lora()
+        lora = None if not self.lora.rank else self._lora()
         if not is_plain_eager(x.device, tensors if lora is None else (*tensors, *lora)):
             return None
         if lora is not None:
@@ -579,7 +565,7 @@ class MoE(OnRanks):
     def _expert_tensors(self) -> dict[str, Tensor]:
         """`expert_parameters` and the experts' buffers: pruning masks and state of parametrizations."""
         named = dict(self.named_parameters()) | dict(self.named_buffers())
-        for name in ("expert_bias", *(f"lora_{field}" for field in self.lora_shared)):  # every rank has the same
+        for name in ("expert_bias", *(f"lora_{field}" for field in self.lora.shared)):  # every rank has the same
             named.pop(name, None)
         return {name: t for name, t in named.items() if "." not in name or name.startswith("parametrizations.")}
 
@@ -671,9 +657,9 @@ class MoE(OnRanks):
                 use_bias=self.down_proj_bias is not None,
                 shared_features=self.shared_features,
                 shared_gate=self.shared_expert_gate is not None,
-                lora_rank=self.lora_rank,
-                lora_alpha=self.lora_alpha,
-                lora_shared=self.lora_shared,
+                lora_rank=self.lora.rank,
+                lora_alpha=self.lora.scale * self.lora.rank if self.lora.rank else None,
+                lora_shared=self.lora.shared,
                 dtype=self.dtype,
             )
         )

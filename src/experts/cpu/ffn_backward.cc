@@ -46,7 +46,7 @@ struct Backward {
              uses_power_of_two_scales(args)},
         d_y(take_d_y()),
         dots(args.d_weights == nullptr ? nullptr : workspace.take<float>(max_parts() * s.R)),
-        products(workspace, threads, std::max(s.D, s.P * s.F), std::min(std::max(s.D, s.P * s.F), kTileColumns)) {
+        products(workspace, threads, s.R, std::max(s.D, s.P * s.F), std::min(std::max(s.D, s.P * s.F), kTileColumns)) {
     take_weights();
   }
 

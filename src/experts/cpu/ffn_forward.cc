@@ -41,7 +41,7 @@ struct Forward {
         x(take_x()),
         a(take_a()),
         a_q{take_quantized_a(), uses_power_of_two_scales(args)},
-        products(workspace, threads, std::max(s.D, s.P * s.F),
+        products(workspace, threads, s.R, std::max(s.D, s.P * s.F),
                  std::max(std::min(s.D, kTileColumns), s.P * std::min(s.F, kTileColumns))) {
     take_weights();
   }

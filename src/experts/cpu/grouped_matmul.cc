@@ -19,7 +19,7 @@ struct GroupedMatmul {
       : threads(threads_for(exec, s.R, s.D * s.N)),
         workspace(memory),
         rows(workspace, s.R, s.E, false, false),
-        products(workspace, threads, std::max(s.D, s.N), std::min(s.N, kTileColumns)) {}
+        products(workspace, threads, s.R, std::max(s.D, s.N), std::min(s.N, kTileColumns)) {}
 };
 
 }  // namespace

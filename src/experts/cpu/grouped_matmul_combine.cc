@@ -29,7 +29,7 @@ struct GroupedMatmulCombine {
         workspace(memory),
         rows(workspace, s.R, s.E, true, is_early()),
         operands(workspace, args, s),
-        products(workspace, threads, std::max(s.D, s.N), std::min(s.N, kTileColumns)),
+        products(workspace, threads, s.R, std::max(s.D, s.N), std::min(s.N, kTileColumns)),
         y{workspace.take_rows(s.R, s.N, s.rows_dtype), s.rows_dtype, 2, {s.R, s.N}, nullptr},
         for_sum(*exec) {}
 

@@ -66,7 +66,7 @@ struct Backward {
         lora_v_in(low_rank_rows(args.lora_v_in, needs_v_in(), s.rank_in)),
         lora_v_out(low_rank_rows(args.lora_v_out, needs_v_out(), s.rank_out)),
         d_lora_b_in(workspace, args.d_lora_b_in, args.d_lora_b_in != nullptr && parts.order.interleaved),
-        products(workspace, threads, widest(), std::min(widest(), kTileColumns)) {
+        products(workspace, threads, s.R, widest(), std::min(widest(), kTileColumns)) {
     take_weights();
   }
 

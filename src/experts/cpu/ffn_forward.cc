@@ -54,7 +54,7 @@ struct Forward {
         lora_b_out(workspace, args.y != nullptr ? args.lora_b_out : nullptr, s.dtype, s.E),
         lora_u(take_low_rank_rows(workspace, args.lora_u, s.rank_in > 0, s.R, s.rank_in, s.dtype)),
         lora_z(take_low_rank_rows(workspace, args.lora_z, s.rank_out > 0, s.R, s.rank_out, s.dtype)),
-        products(workspace, threads, std::max({s.D, s.P * s.F, s.rank_in, s.rank_out}),
+        products(workspace, threads, s.R, std::max({s.D, s.P * s.F, s.rank_in, s.rank_out}),
                  std::max(std::min(std::max({s.D, s.rank_in, s.rank_out}), kTileColumns),
                           s.P * std::min(s.F, kTileColumns))) {
     take_weights();

@@ -491,9 +491,11 @@ class MoE(OnRanks):
         if self.group is not None or not is_plain(gate):
             return None
         assert isinstance(gate, Gate)
-        up, down = getattr(self, self.up_name), self.down_proj
-        up_bias, down_bias = getattr(self, self.up_bias_name), self.down_proj_bias
-        tensors = LayerTensors(x, up, down, up_bias, down_bias, gate.weight, gate.bias, **given)
+        up, down, up_bias, down_bias = [
+            private.parameter(self, name) for name in (self.up_name, "down_proj", self.up_bias_name, "down_proj_bias")
+        ]
+        gate_weight, gate_bias = private.parameter(gate, "weight"), private.parameter(gate, "bias")
+        tensors = LayerTensors(x, up, down, up_bias, down_bias, gate_weight, gate_bias, **given)
         dtype = x.dtype
         dtypes = (dtype, torch.float32)
         lora = None if not self.lora.rank else self._lora()
@@ -508,7 +510,7 @@ class MoE(OnRanks):
         if (up_bias is not None and up_bias.dtype != dtype) or (down_bias is not None and down_bias.dtype != dtype):
             return None
         E, F, D = self.num_experts, self.hidden_features, self.in_features
-        if up.shape != (E, self.parts * F, D) or down.shape != (E, D, F) or gate.weight.shape != (E, D):
+        if up.shape != (E, self.parts * F, D) or down.shape != (E, D, F) or gate_weight.shape != (E, D):
             return None
         return tensors if up_bias is None or up_bias.shape == up.shape[:2] else None
 

@@ -51,7 +51,7 @@ if native is not None:
 
 def _multiplies_natively(x: Tensor, gate: Tensor) -> bool:
     """Whether the native operations have the gate's GEMMs for these operands."""
-    if x.device.type == "cpu":
+    if x.is_cpu:
         return 1 not in gate.shape and x.shape[1] != 1
     return x.dtype == gate.dtype and x.dtype in (torch.float32, torch.bfloat16)
 

@@ -12,6 +12,8 @@
 #include "experts/cuda/convert.h"
 #include "experts/cuda/fp8_operands.h"
 #include "experts/cuda/no_lora.h"
+#include "experts/cuda/no_lora.h"
+#include "experts/cuda/no_lora.h"
 #include "experts/cuda/ops/workspace_sizes.h"
 #include "experts/cuda/path.h"
 #include "experts/cuda/phases.h"
@@ -253,6 +255,8 @@ ab_status ab_cuda_expert_ffn_backward_workspace(const ab_expert_ffn_backward_arg
   FfnSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
   AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
+  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
+  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
   return report_workspace(cuda::Backward(*args, s, nullptr).workspace.size(), bytes);
 }
 
@@ -260,6 +264,8 @@ ab_status ab_cuda_expert_ffn_backward(const ab_expert_ffn_backward_args* args, c
   AB_ENTER(args, exec);
   FfnSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
+  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
+  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
   AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
   const cuda::Backward op(*args, s, exec);
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));

@@ -7,6 +7,8 @@
 #include "experts/check.h"
 #include "experts/cuda/fp8_operands.h"
 #include "experts/cuda/no_lora.h"
+#include "experts/cuda/no_lora.h"
+#include "experts/cuda/no_lora.h"
 #include "experts/cuda/path.h"
 #include "experts/cuda/phases.h"
 
@@ -117,6 +119,8 @@ ab_status ab_cuda_expert_ffn_forward_workspace(const ab_expert_ffn_forward_args*
   FfnSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
   AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
+  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
+  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
   AB_RETURN_IF_ERROR(cuda::check_fp8(*args));
   return report_workspace(cuda::Forward(*args, s, nullptr).workspace.size(), bytes);
 }
@@ -125,6 +129,8 @@ ab_status ab_cuda_expert_ffn_forward(const ab_expert_ffn_forward_args* args, con
   AB_ENTER(args, exec);
   FfnSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
+  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
+  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
   AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
   AB_RETURN_IF_ERROR(cuda::check_fp8(*args));
   const cuda::Forward op(*args, s, exec);

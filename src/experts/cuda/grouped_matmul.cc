@@ -8,6 +8,8 @@
 #include "experts/cuda/convert.h"
 #include "experts/cuda/fp8_product.h"
 #include "experts/cuda/no_lora.h"
+#include "experts/cuda/no_lora.h"
+#include "experts/cuda/no_lora.h"
 #include "experts/cuda/ops/workspace_sizes.h"
 #include "experts/cuda/path.h"
 #include "experts/cuda/phases.h"
@@ -94,6 +96,8 @@ ab_status ab_cuda_grouped_matmul_workspace(const ab_grouped_matmul_args* args, c
   GroupedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
   AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
+  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
+  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
   return report_workspace(cuda::Fp8Product(*args, s, nullptr).workspace.size(), bytes);
 }
 
@@ -101,6 +105,8 @@ ab_status ab_cuda_grouped_matmul(const ab_grouped_matmul_args* args, const ab_ex
   AB_ENTER(args, exec);
   GroupedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
+  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
+  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
   AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
   const cuda::Fp8Product fp8(*args, s, exec);
   AB_RETURN_IF_ERROR(check_workspace(exec, fp8.workspace.size()));
@@ -118,6 +124,8 @@ ab_status ab_cuda_grouped_matmul_dw_workspace(const ab_grouped_matmul_dw_args* a
   GroupedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
   AB_RETURN_IF_ERROR(cuda::refuse_shared_gradient(*args->d_w, s.E));
+  AB_RETURN_IF_ERROR(cuda::refuse_shared_gradient(*args->d_w, s.E));
+  AB_RETURN_IF_ERROR(cuda::refuse_shared_gradient(*args->d_w, s.E));
   return report_workspace(cuda::GroupedMatmulDw(*args, s, nullptr).workspace.size(), bytes);
 }
 
@@ -125,6 +133,8 @@ ab_status ab_cuda_grouped_matmul_dw(const ab_grouped_matmul_dw_args* args, const
   AB_ENTER(args, exec);
   GroupedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
+  AB_RETURN_IF_ERROR(cuda::refuse_shared_gradient(*args->d_w, s.E));
+  AB_RETURN_IF_ERROR(cuda::refuse_shared_gradient(*args->d_w, s.E));
   AB_RETURN_IF_ERROR(cuda::refuse_shared_gradient(*args->d_w, s.E));
   const cuda::GroupedMatmulDw op(*args, s, exec);
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));

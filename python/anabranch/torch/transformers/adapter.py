@@ -22,6 +22,7 @@ from anabranch.torch.ops.dispatch import combine, dispatch
 from anabranch.torch.ops.experts import expert_ffn
 from anabranch.torch.ops.plan import plan
 from anabranch.torch.ops.router import route
+from anabranch.torch.transformers import peft_adapters
 from anabranch.torch.transformers.experts_module import Experts, described, experts_modules, flag, model_name
 
 __all__ = ["NAME", "Experts", "check", "load_balancing_loss_func", "register"]
@@ -86,6 +87,11 @@ def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
         w_in_layout=experts.w_in_layout,
         w_out_layout=experts.w_out_layout,
     )
+    if factors := peft_adapters.factors_of(module):
+        parts_first = experts.w_in_layout.index("p") < experts.w_in_layout.index("f")
+        dtype = as_autocast(hidden_states).dtype
+        lora, options["lora_scale"] = peft_adapters.as_lora(factors, name, parts, parts_first, dtype)
+        options["lora"] = lora
     if not experts.post_expert_norm:
         output = routed_experts(hidden_states, top_k_index, top_k_weights, w_in, w_out, **options).output
         return output.to(hidden_states.dtype)
@@ -142,8 +148,8 @@ def _after_choice(choose: Callable[..., None]) -> Callable[..., None]:
     return wrapped
 
 
-def register() -> None:
-    """Registers "anabranch" as an experts implementation of Transformers. Further calls have no effect.
+def register(*, peft: bool = True) -> None:
+    """Registers "anabranch" as an experts implementation of Transformers. Further calls only apply `peft`.
 
     Select it with `AutoModel....from_pretrained(..., experts_implementation="anabranch")` or
     `model.set_experts_implementation("anabranch")`. Expert parallelism of Transformers works: indices past the last
@@ -151,18 +157,30 @@ def register() -> None:
     if the model's experts do not follow the interface. So two methods of PreTrainedModel are wrapped. For this name
     they run `check` when a model is constructed and when the name is set.
 
+    Args:
+      peft: compute PEFT's LoRA adapters of experts (`target_parameters`) in the layer. PEFT's own way forms W + s B A
+        for all experts in each pass. One method of PEFT's ParamWrapper is wrapped for this, when PEFT is imported. It
+        applies to models with "anabranch" and calls PEFT's own code for all others, for disabled and merged adapters,
+        and if two adapters are active (docs/lora.md). False: PEFT's own code always runs.
+
     Raises:
       ImportError: Transformers is missing, or too old to have experts implementations.
+      TypeError: peft is no bool.
 
     Gradients: of the hidden states, the routing weights and every parameter, as in `routed_experts`; no double
     backward. Source: the interface of transformers.integrations.moe.
     """
+    peft = argument_check.boolean("peft", peft)
     with needed_by("anabranch.torch.transformers"):
         from transformers import PreTrainedModel
     try:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     except ImportError as error:
         raise ImportError(f"anabranch.torch.transformers: expected transformers >= {OLDEST} ({error})") from error
+    if peft:
+        peft_adapters.install(_is_selected)
+    else:
+        peft_adapters.uninstall()
     if NAME in ALL_EXPERTS_FUNCTIONS:
         return
     ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)

@@ -14,6 +14,9 @@
 #include "experts/cuda/no_lora.h"
 #include "experts/cuda/no_lora.h"
 #include "experts/cuda/no_lora.h"
+#include "experts/cuda/no_lora.h"
+#include "experts/cuda/no_lora.h"
+#include "experts/cuda/no_lora.h"
 #include "experts/cuda/ops/workspace_sizes.h"
 #include "experts/cuda/path.h"
 #include "experts/cuda/phases.h"
@@ -257,6 +260,9 @@ ab_status ab_cuda_expert_ffn_backward_workspace(const ab_expert_ffn_backward_arg
   AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
   AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
   AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
+  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
+  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
+  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
   return report_workspace(cuda::Backward(*args, s, nullptr).workspace.size(), bytes);
 }
 
@@ -264,6 +270,9 @@ ab_status ab_cuda_expert_ffn_backward(const ab_expert_ffn_backward_args* args, c
   AB_ENTER(args, exec);
   FfnSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
+  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
+  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
+  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
   AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
   AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
   AB_RETURN_IF_ERROR(cuda::refuse_lora(s));

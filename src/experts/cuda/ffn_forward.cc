@@ -9,6 +9,9 @@
 #include "experts/cuda/no_lora.h"
 #include "experts/cuda/no_lora.h"
 #include "experts/cuda/no_lora.h"
+#include "experts/cuda/no_lora.h"
+#include "experts/cuda/no_lora.h"
+#include "experts/cuda/no_lora.h"
 #include "experts/cuda/path.h"
 #include "experts/cuda/phases.h"
 
@@ -121,6 +124,9 @@ ab_status ab_cuda_expert_ffn_forward_workspace(const ab_expert_ffn_forward_args*
   AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
   AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
   AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
+  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
+  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
+  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
   AB_RETURN_IF_ERROR(cuda::check_fp8(*args));
   return report_workspace(cuda::Forward(*args, s, nullptr).workspace.size(), bytes);
 }
@@ -129,6 +135,9 @@ ab_status ab_cuda_expert_ffn_forward(const ab_expert_ffn_forward_args* args, con
   AB_ENTER(args, exec);
   FfnSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
+  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
+  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
+  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
   AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
   AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
   AB_RETURN_IF_ERROR(cuda::refuse_lora(s));

@@ -10,6 +10,9 @@
 #include "experts/cuda/no_lora.h"
 #include "experts/cuda/no_lora.h"
 #include "experts/cuda/no_lora.h"
+#include "experts/cuda/no_lora.h"
+#include "experts/cuda/no_lora.h"
+#include "experts/cuda/no_lora.h"
 #include "experts/cuda/ops/workspace_sizes.h"
 #include "experts/cuda/path.h"
 #include "experts/cuda/phases.h"
@@ -98,6 +101,9 @@ ab_status ab_cuda_grouped_matmul_workspace(const ab_grouped_matmul_args* args, c
   AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
   AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
   AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
+  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
+  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
+  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
   return report_workspace(cuda::Fp8Product(*args, s, nullptr).workspace.size(), bytes);
 }
 
@@ -105,6 +111,9 @@ ab_status ab_cuda_grouped_matmul(const ab_grouped_matmul_args* args, const ab_ex
   AB_ENTER(args, exec);
   GroupedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
+  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
+  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
+  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
   AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
   AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
   AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
@@ -126,6 +135,9 @@ ab_status ab_cuda_grouped_matmul_dw_workspace(const ab_grouped_matmul_dw_args* a
   AB_RETURN_IF_ERROR(cuda::refuse_shared_gradient(*args->d_w, s.E));
   AB_RETURN_IF_ERROR(cuda::refuse_shared_gradient(*args->d_w, s.E));
   AB_RETURN_IF_ERROR(cuda::refuse_shared_gradient(*args->d_w, s.E));
+  AB_RETURN_IF_ERROR(cuda::refuse_shared_gradient(*args->d_w, s.E));
+  AB_RETURN_IF_ERROR(cuda::refuse_shared_gradient(*args->d_w, s.E));
+  AB_RETURN_IF_ERROR(cuda::refuse_shared_gradient(*args->d_w, s.E));
   return report_workspace(cuda::GroupedMatmulDw(*args, s, nullptr).workspace.size(), bytes);
 }
 
@@ -133,6 +145,9 @@ ab_status ab_cuda_grouped_matmul_dw(const ab_grouped_matmul_dw_args* args, const
   AB_ENTER(args, exec);
   GroupedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
+  AB_RETURN_IF_ERROR(cuda::refuse_shared_gradient(*args->d_w, s.E));
+  AB_RETURN_IF_ERROR(cuda::refuse_shared_gradient(*args->d_w, s.E));
+  AB_RETURN_IF_ERROR(cuda::refuse_shared_gradient(*args->d_w, s.E));
   AB_RETURN_IF_ERROR(cuda::refuse_shared_gradient(*args->d_w, s.E));
   AB_RETURN_IF_ERROR(cuda::refuse_shared_gradient(*args->d_w, s.E));
   AB_RETURN_IF_ERROR(cuda::refuse_shared_gradient(*args->d_w, s.E));

@@ -13,6 +13,9 @@
 #include "experts/cuda/no_lora.h"
 #include "experts/cuda/no_lora.h"
 #include "experts/cuda/no_lora.h"
+#include "experts/cuda/no_lora.h"
+#include "experts/cuda/no_lora.h"
+#include "experts/cuda/no_lora.h"
 #include "experts/cuda/ops/workspace_sizes.h"
 #include "experts/cuda/path.h"
 #include "experts/cuda/phases.h"
@@ -112,6 +115,9 @@ ab_status ab_cuda_grouped_matmul_combine_workspace(const ab_grouped_matmul_combi
   AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
   AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
   AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
+  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
+  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
+  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
   cuda::Fp8Product fp8(*args, s, nullptr);
   fp8.workspace.take_bytes(cuda::buffer_bytes(*args, s));
   return report_workspace(fp8.workspace.size(), bytes);
@@ -121,6 +127,9 @@ ab_status ab_cuda_grouped_matmul_combine(const ab_grouped_matmul_combine_args* a
   AB_ENTER(args, exec);
   CombinedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
+  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
+  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
+  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
   AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
   AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
   AB_RETURN_IF_ERROR(cuda::refuse_lora(s));

@@ -6,6 +6,7 @@ import torch
 import transformers
 from stored_experts import check_same, make_experts, operands
 from torch import nn
+from torch._dynamo.testing import CompileCounter
 
 import anabranch.torch.transformers as adapter
 
@@ -66,8 +67,20 @@ def results(model, implementation, call=None):
     return {name: value for name, value in values.items() if value is not None}
 
 
+def test_one_graph_for_all_passes():
+    model = adapted()
+    adapter.check(model)
+    counter = CompileCounter()
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    want = results(model, "eager")
+    for _ in range(3):
+        check_same(results(model, "anabranch", compiled), want)
+    assert counter.frame_count == 1
+
+
 def test_lora_of_the_experts_compiled_and_eager():
-    """Adapters are enabled, disabled and merged, over two steps. PEFT parametrises the experts in each pass."""
+    """PEFT's own way, which parametrises the experts in each pass: adapters are enabled, disabled and merged."""
+    adapter.register(peft=False)
     model = adapted()
     adapter.check(model)
     compiled = torch.compile(model, backend="eager")

@@ -63,11 +63,14 @@ def init_lora(
     rank = check.integer("rank", rank, 1, check.INDEX_LIMIT - 1)
     projections = check_names_of("projections", projections, PROJECTIONS)
     shared = check_names_of("shared", shared, Lora._fields)
-    if dtype not in check.FLOATS:
-        raise TypeError(f"dtype: got {check.describe(dtype)}, expected float32, bfloat16 or float16")
+    dtype, device = check.float_dtype("dtype", dtype), w_in.device
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator: got {check.describe(generator)}, expected a torch.Generator or None")
+    if generator is not None and device.type not in ("meta", generator.device.type):
+        raise ValueError(f"generator: got one for {generator.device}, expected one for {device}, where w_in is")
     factors = {}
     for name, shape in factor_shapes(sizes, rank, projections, shared).items():
-        factors[name] = torch.zeros(shape, dtype=dtype, device=w_in.device)
+        factors[name] = torch.zeros(shape, dtype=dtype, device=device)
         if name.startswith("a"):
             factor_uniform_(factors[name], generator)
     return Lora(**factors)
@@ -166,16 +169,18 @@ def join_lora(gate: tuple[Tensor, Tensor], up: tuple[Tensor, Tensor]) -> tuple[T
     return torch.cat(alike("up[0]", gate_a, up_a), 2), b_in
 
 
-def add_lora(module: Module, rank: int, alpha: float | None = None, *, shared: Sequence[str] = ()) -> Module:
+def add_lora(
+    module: Module, lora_rank: int, lora_alpha: float | None = None, *, lora_shared: Sequence[str] = ()
+) -> Module:
     """Adds low-rank adapters to every `MoE` in a module, in place, and freezes all other parameters of the module.
 
     The adapters are the parameters that `MoE` has with `lora_rank`. They start without effect.
 
     Args:
       module: a `MoE`, or a module that contains `MoE` layers.
-      rank: of the adapters of both projections, at least 1.
-      alpha: the adapters are multiplied by alpha / rank; None: by 1.
-      shared: the fields of `Lora` that all experts share.
+      lora_rank: rank of the adapters of both projections, at least 1.
+      lora_alpha: the adapters are multiplied by lora_alpha / lora_rank; None: by 1.
+      lora_shared: the fields of `Lora` that all experts share.
 
     Returns:
       `module` itself.
@@ -185,7 +190,7 @@ def add_lora(module: Module, rank: int, alpha: float | None = None, *, shared: S
       ValueError: an argument is out of range, there is no `MoE`, or a layer has adapters or is already sharded by
         fully_shard. Then nothing is changed.
 
-    >>> layer = add_lora(MoE(8, 16, num_experts=4, topk=2), rank=2, alpha=4)
+    >>> layer = add_lora(MoE(8, 16, num_experts=4, topk=2), 2, lora_alpha=4)
     >>> [name for name, parameter in layer.named_parameters() if parameter.requires_grad]
     ['lora_a_in', 'lora_b_in', 'lora_a_out', 'lora_b_out']
     """
@@ -194,7 +199,7 @@ def add_lora(module: Module, rank: int, alpha: float | None = None, *, shared: S
     layers = [layer for layer in module.modules() if isinstance(layer, MoE)]
     if not layers:
         raise ValueError(f"module: got a {type(module).__name__} without a MoE layer, expected one that has some")
-    lora = new_lora(check.integer("rank", rank, 1, check.INDEX_LIMIT - 1), alpha, shared)
+    lora = new_lora(check.integer("lora_rank", lora_rank, 1, check.INDEX_LIMIT - 1), lora_alpha, lora_shared)
     for layer in layers:
         layer._check_without_lora()
     module.requires_grad_(False)

@@ -88,7 +88,7 @@ def test_a_bfloat16_module_has_float32_factors_or_its_own():
 def test_a_model_gets_adapters_and_only_these_train():
     model = torch.nn.Sequential(torch.nn.Linear(D, D), ab.MoE(D, F, E, K), ab.MoE(D, F, E, K, use_expert_bias=True))
     before = {name: p.clone() for name, p in model.named_parameters()}
-    assert ab.add_lora(model, 2, lora_shared=("a_in",)) is model
+    assert ab.add_lora(model, 2, shared=("a_in",)) is model
     assert trainable(model) == [f"{i}.{name}" for i in (1, 2) for name in NAMES]
     assert model[1].lora_a_in.shape == (1, D, 2) and model[1].options.lora_scale == 1.0
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters() if name in before)
@@ -157,7 +157,7 @@ def test_compiled_and_hooked_modules():
         (lambda: ab.MoE(D, F, E, K, lora_shared=("a_in",)), ValueError, r"^lora_shared: got .* without adapters"),
         (lambda: ab.MoE(D, F, E, K, lora_rank=2, lora_shared="a_in"), TypeError, r"^lora_shared: got str 'a_in', exp"),
         (lambda: ab.MoE(D, F, E, K, lora_rank=2, lora_alpha="x"), TypeError, r"^lora_alpha: got"),
-        (lambda: ab.add_lora(ab.MoE(D, F, E, K), 0), ValueError, r"^lora_rank: got 0, expected"),
+        (lambda: ab.add_lora(ab.MoE(D, F, E, K), 0), ValueError, r"^rank: got 0, expected"),
         (lambda: ab.add_lora(ab.MoE(D, F, E, K, lora_rank=2), 2), ValueError, r"^module: got a layer with adapters of"),
         (lambda: ab.add_lora(torch.nn.Linear(2, 2), 2), ValueError, r"^module: got a Linear without a MoE layer"),
         (lambda: ab.add_lora(3, 2), TypeError, r"^module: got int 3, expected a torch.nn.Module"),

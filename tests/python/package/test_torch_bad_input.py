@@ -49,7 +49,7 @@ CHUNKS = dict(split_sizes=np.array([1, 2, 3]), sorted_index=np.array([2, 0, 1]))
 
 #: Public function: a valid call with as many arguments as can be combined.
 CALLS = {
-    ab.add_lora: dict(module=ab.MoE(D, F, E, K, device="meta"), lora_rank=2, lora_alpha=4.0),
+    ab.add_lora: dict(module=ab.MoE(D, F, E, K, device="meta"), rank=2, alpha=4.0),
     ab.clip_grad_norm_: dict(model=torch.nn.Linear(2, 2), max_norm=1.0),
     ab.combine: dict(rows=floats(R, D), plan=PLAN, weights=floats(T, K)),
     ab.ddp_ignore_experts: dict(model=torch.nn.Linear(2, 2)),

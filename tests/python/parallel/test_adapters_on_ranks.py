@@ -50,7 +50,7 @@ def with_lora_of_the_shared_expert(**options):
 
 def with_own_adapters(**options):
     block = Block(**options)
-    add_lora(block.moe, R, lora_shared=("a_in", "b_out"))
+    add_lora(block.moe, R, shared=("a_in", "b_out"))
     return block
 
 

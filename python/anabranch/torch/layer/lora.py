@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.layouts import Layouts
-from anabranch.lora import PROJECTIONS, Lora, check_lora, check_names_of, check_scales, factor_shapes, new_lora
+from anabranch.lora import PROJECTIONS, Lora, NewLora, check_lora, check_names_of, check_scales, factor_shapes
 from anabranch.options import check_layouts
 from anabranch.torch.binding import check
 from anabranch.torch.layer.module import MoE
@@ -169,18 +169,16 @@ def join_lora(gate: tuple[Tensor, Tensor], up: tuple[Tensor, Tensor]) -> tuple[T
     return torch.cat(alike("up[0]", gate_a, up_a), 2), b_in
 
 
-def add_lora(
-    module: Module, lora_rank: int, lora_alpha: float | None = None, *, lora_shared: Sequence[str] = ()
-) -> Module:
+def add_lora(module: Module, rank: int, alpha: float | None = None, *, shared: Sequence[str] = ()) -> Module:
     """Adds low-rank adapters to every `MoE` in a module, in place, and freezes all other parameters of the module.
 
     The adapters are the parameters that `MoE` has with `lora_rank`. They start without effect.
 
     Args:
       module: a `MoE`, or a module that contains `MoE` layers.
-      lora_rank: rank of the adapters of both projections, at least 1.
-      lora_alpha: the adapters are multiplied by lora_alpha / lora_rank; None: by 1.
-      lora_shared: the fields of `Lora` that all experts share.
+      rank: of the adapters of both projections, at least 1.
+      alpha: the adapters are multiplied by alpha / rank; None: by 1.
+      shared: the fields of `Lora` that all experts share.
 
     Returns:
       `module` itself.
@@ -190,7 +188,7 @@ def add_lora(
       ValueError: an argument is out of range, there is no `MoE`, or a layer has adapters or is already sharded by
         fully_shard. Then nothing is changed.
 
-    >>> layer = add_lora(MoE(8, 16, num_experts=4, topk=2), 2, lora_alpha=4)
+    >>> layer = add_lora(MoE(8, 16, num_experts=4, topk=2), rank=2, alpha=4)
     >>> [name for name, parameter in layer.named_parameters() if parameter.requires_grad]
     ['lora_a_in', 'lora_b_in', 'lora_a_out', 'lora_b_out']
     """
@@ -199,7 +197,9 @@ def add_lora(
     layers = [layer for layer in module.modules() if isinstance(layer, MoE)]
     if not layers:
         raise ValueError(f"module: got a {type(module).__name__} without a MoE layer, expected one that has some")
-    lora = new_lora(check.integer("lora_rank", lora_rank, 1, check.INDEX_LIMIT - 1), lora_alpha, lora_shared)
+    rank = check.integer("rank", rank, 1, check.INDEX_LIMIT - 1)
+    scale = 1.0 if alpha is None else check.number("alpha", alpha) / rank
+    lora = NewLora(rank, scale, check_names_of("shared", shared, Lora._fields))
     for layer in layers:
         layer._check_without_lora()
     module.requires_grad_(False)

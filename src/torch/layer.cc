@@ -165,7 +165,7 @@ Tensor gradient_on_cpu(const Tensor& given_x, const Tensor& d_logits) {
   Arguments arguments;
   for (const Tensor* operand : {&x, &d_logits, &sizes}) arguments.add(*operand);
   arguments.add_option(static_cast<int8_t>(float32));
-  arguments.add_option(Value{0});  // precision "highest"
+  arguments.add_option(Value{0});   // precision "highest"
   arguments.add_option(int8_t{0});  // one matrix per expert
   const Tensor product = std::move(run(numbers().grouped_matmul_dw, arguments)[0]);
   // product is [1, D, E].
@@ -302,7 +302,7 @@ void layer_backward(Value* stack, uint64_t, uint64_t) {
   if (routes) add_all(arguments, {LOGITS, EXPERTS, MASK, LSE, D_SCORE_SUM, D_LSE});
   arguments.add_option(static_cast<int8_t>(stack[W_OUT_DTYPE]));
   add_options(arguments, routes ? config.layer : config.network);
-  // The results of packed_layer_hidden, and of packed_experts_hidden, which has the gradient of the weights in addition.
+  // packed_experts_hidden has the results of packed_layer_hidden, and the gradient of the weights in addition.
   std::vector<Tensor> hidden = run(routes ? numbers().layer_hidden : numbers().experts_hidden, arguments);
   Tensor d_weights, addend, d_gate;
   if (!routes) {

@@ -5,6 +5,7 @@ Functions and arguments are read from the package and from signatures, so new on
 needs one valid call in `CALLS`. Tensors are on the device "meta", because bad values must be refused without data.
 """
 
+import copy
 import inspect
 
 import numpy as np
@@ -18,10 +19,19 @@ from bad_values import DTYPES, VALUES, as_dtype, complaint, floats, shown
 T, E, K, D, F, R = 4, 4, 2, 3, 5, 8
 
 
+def given(value):
+    """A value of a call: arrays as tensors, and modules as copies, which a call may change."""
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value.copy()).to("meta")
+    if isinstance(value, ab.Lora):
+        return ab.Lora(*map(given, value))
+    if type(value) is tuple:
+        return tuple(map(given, value))
+    return copy.deepcopy(value) if isinstance(value, torch.nn.Module) else value
+
+
 def tensors(values):
-    return {
-        name: torch.from_numpy(v.copy()).to("meta") if isinstance(v, np.ndarray) else v for name, v in values.items()
-    }
+    return {name: given(value) for name, value in values.items()}
 
 
 EXPERTS = np.arange(T * K, dtype=np.int32).reshape(T, K) % E
@@ -31,25 +41,33 @@ SIZES = np.array([2, 0, 3, 3], np.int32)
 ROUTING = dict(topk=K, score_function="sigmoid", num_groups=2, group_topk=1, expert_bias=floats(E), token_mask=MASK)
 MATRICES = dict(w_in=floats(E, D, 2, F), w_out=floats(E, F, D), b_in=floats(E, 2, F), b_out=floats(E, D))
 
+LORA = ab.Lora(floats(E, D, 2), floats(1, 2, 2, F), floats(E, F, 3), floats(E, 3, D))
+
 MAP = np.ones((T, E), bool)
 DENSE = dict(use_pre_softmax=False, num_groups=2, group_topk=1, scaling_factor=2.0, score_function="sigmoid")
 CHUNKS = dict(split_sizes=np.array([1, 2, 3]), sorted_index=np.array([2, 0, 1]))
 
 #: Public function: a valid call with as many arguments as can be combined.
 CALLS = {
+    ab.add_lora: dict(module=ab.MoE(D, F, E, K, device="meta"), rank=2, alpha=4.0),
     ab.clip_grad_norm_: dict(model=torch.nn.Linear(2, 2), max_norm=1.0),
     ab.combine: dict(rows=floats(R, D), plan=PLAN, weights=floats(T, K)),
     ab.ddp_ignore_experts: dict(model=torch.nn.Linear(2, 2)),
     ab.dispatch: dict(x=floats(T, D), plan=PLAN),
-    ab.expert_ffn: dict(rows=floats(R, D), group_sizes=SIZES, weights=floats(R), **MATRICES),
+    ab.expert_ffn: dict(rows=floats(R, D), group_sizes=SIZES, weights=floats(R), lora=LORA, **MATRICES),
     ab.fused_compute_score_for_moe_aux_loss: dict(logits=floats(T, E), topk=K, score_function="softmax"),
     ab.fused_moe_aux_loss: dict(
         probs=floats(T, E), tokens_per_expert=SIZES, total_num_tokens=T, num_experts=E, topk=K, coeff=0.1
     ),
     ab.fused_topk_with_score_function: dict(logits=floats(T, E), topk=K, expert_bias=floats(E), **DENSE),
-    ab.grouped_matmul: dict(x=floats(R, D), w=floats(E, D, F), group_sizes=SIZES),
+    ab.grouped_matmul: dict(
+        x=floats(R, D), w=floats(E, D, F), group_sizes=SIZES, lora=(floats(E, D, 2), floats(1, 2, F))
+    ),
+    ab.init_lora: dict(w_in=MATRICES["w_in"], w_out=MATRICES["w_out"], rank=2),
+    ab.join_lora: dict(gate=(floats(E, D, 2), floats(1, 2, F)), up=(floats(1, D, 3), floats(E, 3, F))),
     ab.load_balance_loss: dict(score_sum=floats(E), tokens_per_expert=SIZES, topk=K, coeff=0.1, num_tokens=T),
-    ab.moe: dict(x=floats(T, D), gate=floats(D, E), gate_bias=floats(E), **MATRICES, **ROUTING),
+    ab.merge_lora: dict(w_in=MATRICES["w_in"], w_out=MATRICES["w_out"], lora=LORA),
+    ab.moe: dict(x=floats(T, D), gate=floats(D, E), gate_bias=floats(E), lora=LORA, **MATRICES, **ROUTING),
     ab.moe_permute: dict(inp=floats(T, D), routing_map=MAP, num_out_tokens=T * E),
     ab.moe_permute_and_pad_with_probs: dict(
         inp=floats(T, D), probs=floats(T, E), routing_map=MAP, tokens_per_expert=SIZES, align_size=4, num_rows=T * E
@@ -67,7 +85,7 @@ CALLS = {
     ab.quantile_bias: dict(histogram=np.ones((E, 4), np.int32), lower=-1.0, upper=1.0, topk=K),
     ab.quantize_experts: dict(w_in=floats(E, 128, 2, 128), w_out=floats(E, 128, 128)),
     ab.route: dict(logits=floats(T, E), **ROUTING),
-    ab.routed_experts: dict(x=floats(T, D), experts=EXPERTS, weights=floats(T, K), **MATRICES),
+    ab.routed_experts: dict(x=floats(T, D), experts=EXPERTS, weights=floats(T, K), lora=LORA, **MATRICES),
     ab.shared_expert: dict(x=floats(T, D), w_in=floats(D, 2, F), w_out=floats(F, D), w_gate=floats(D), token_mask=MASK),
     ab.z_loss: dict(lse=floats(T), coeff=0.1, token_mask=MASK, num_tokens=T),
 }

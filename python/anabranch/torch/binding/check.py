@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anabranch._text import shown
 from anabranch.checks import INDEX_LIMIT, boolean, choice, describe, integer, number
 from anabranch.rows import check_num_rows
 from anabranch.torch.binding import private
@@ -27,6 +28,7 @@ __all__ = (
     "choice",
     "describe",
     "exceeds_int32",
+    "float_dtype",
     "host_values",
     "indices",
     "integer",
@@ -91,6 +93,16 @@ def tensor(name: str, value: Any, dtypes: Sequence[torch.dtype], shape: Sequence
         raise ValueError(f"{name}: got {describe(value)} on {value.device}, expected the CPU or a CUDA device")
     if not _fits(value.shape, shape):
         raise ValueError(f"{name}: got {describe(value)}, expected {_expected(dtypes, shape)}")
+    return value
+
+
+def float_dtype(name: str, value: Any) -> torch.dtype:
+    """Returns `value` if it is one of `FLOATS`."""
+    if not isinstance(value, torch.dtype):
+        raise TypeError(f"{name}: got {shown(value)}, expected a torch.dtype")
+    if value not in FLOATS:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
+        raise TypeError(f"{name}: got {str(value).removeprefix('torch.')}, expected {names}")
     return value
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.layouts import Layouts
-from anabranch.lora import PROJECTIONS, Lora, check_lora, check_names_of, check_scales, factor_shapes, new_lora
+from anabranch.lora import PROJECTIONS, Lora, NewLora, check_lora, check_names_of, check_scales, factor_shapes
 from anabranch.options import check_layouts
 from anabranch.torch.binding import check
 from anabranch.torch.layer.module import MoE
@@ -63,11 +63,14 @@ def init_lora(
     rank = check.integer("rank", rank, 1, check.INDEX_LIMIT - 1)
     projections = check_names_of("projections", projections, PROJECTIONS)
     shared = check_names_of("shared", shared, Lora._fields)
-    if dtype not in check.FLOATS:
-        raise TypeError(f"dtype: got {check.describe(dtype)}, expected float32, bfloat16 or float16")
+    dtype, device = check.float_dtype("dtype", dtype), w_in.device
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator: got {check.describe(generator)}, expected a torch.Generator or None")
+    if generator is not None and device.type not in ("meta", generator.device.type):
+        raise ValueError(f"generator: got one for {generator.device}, expected one for {device}, where w_in is")
     factors = {}
     for name, shape in factor_shapes(sizes, rank, projections, shared).items():
-        factors[name] = torch.zeros(shape, dtype=dtype, device=w_in.device)
+        factors[name] = torch.zeros(shape, dtype=dtype, device=device)
         if name.startswith("a"):
             factor_uniform_(factors[name], generator)
     return Lora(**factors)
@@ -194,7 +197,9 @@ def add_lora(module: Module, rank: int, alpha: float | None = None, *, shared: S
     layers = [layer for layer in module.modules() if isinstance(layer, MoE)]
     if not layers:
         raise ValueError(f"module: got a {type(module).__name__} without a MoE layer, expected one that has some")
-    lora = new_lora(check.integer("rank", rank, 1, check.INDEX_LIMIT - 1), alpha, shared)
+    rank = check.integer("rank", rank, 1, check.INDEX_LIMIT - 1)
+    scale = 1.0 if alpha is None else check.number("alpha", alpha) / rank
+    lora = NewLora(rank, scale, check_names_of("shared", shared, Lora._fields))
     for layer in layers:
         layer._check_without_lora()
     module.requires_grad_(False)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 from torch import Tensor, nn
 
-from anabranch._text import shown
 from anabranch.lora import NAMES as LORA_NAMES
 from anabranch.lora import PROJECTIONS, Lora, NewLora, factor_shapes, new_lora
 from anabranch.options import MODULE_NAMES, LayerOptions, ModuleKeywords, check_names, takes_options
@@ -184,8 +183,10 @@ class MoE(OnRanks):
         use_gate_bias = check.boolean("use_gate_bias", use_gate_bias)
         if check.boolean("shared_gate", shared_gate) and not S:
             raise ValueError("shared_gate: got True without a shared expert, expected shared_features > 0")
-        self.dtype = None if dtype is None else _dtype("dtype", dtype)
-        self.param_dtype = _dtype("param_dtype", torch.get_default_dtype() if param_dtype is None else param_dtype)
+        self.dtype = None if dtype is None else check.float_dtype("dtype", dtype)
+        self.param_dtype = check.float_dtype(
+            "param_dtype", torch.get_default_dtype() if param_dtype is None else param_dtype
+        )
         if kernel_init is not None and not callable(kernel_init):
             raise TypeError(f"kernel_init: got {check.describe(kernel_init)}, expected a function of a tensor")
         self.kernel_init = fan_in_normal_ if kernel_init is None else kernel_init
@@ -678,15 +679,6 @@ class MoE(OnRanks):
         if self.loss_group is not None:
             sharing.append(f"losses of {self.loss_group.size()} ranks")
         return ", ".join([sizes, *sharing, *changed])
-
-
-def _dtype(name: str, value: Any) -> torch.dtype:
-    if not isinstance(value, torch.dtype):
-        raise TypeError(f"{name}: got {shown(value)}, expected a torch.dtype")
-    if value not in check.FLOATS:
-        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in check.FLOATS)
-        raise TypeError(f"{name}: got {str(value).removeprefix('torch.')}, expected {names}")
-    return value
 
 
 def _called(name: str, module: Any, shape: Sequence[check.Axis], x: Tensor, **given: Tensor) -> Tensor:

@@ -42,7 +42,9 @@ def _stored(factor: Tensor | None) -> tuple[Tensor | None, int]:
 
 
 def factor_arguments(factors: Sequence[Tensor | None]) -> tuple[Any, ...]:
-    """Factors as arguments of an operation: contiguous views, and the number of their orders."""
+    """Factors (A, B, ...) as arguments of an operation: contiguous views, and the number of their orders."""
+    if factors[0] is None and factors[-2] is None:
+        return NO_FACTORS
     pairs = [_stored(factor) for factor in factors]
     return *(view for view, _ in pairs), sum(code << _BITS * i for i, (_, code) in enumerate(pairs))
 

@@ -1,7 +1,8 @@
 # Writes files that instantiate the launchers of src/experts/portable/launchers.h, one file per element type, and
-# appends their names to ANABRANCH_PORTABLE_INSTANCES. suffix: of the files. The last arguments are template arguments.
+# appends their names to ANABRANCH_PORTABLE_INSTANCES. file: the start of their names. The last arguments are template
+# arguments.
 set(ANABRANCH_PORTABLE_INSTANCES "")
-function(anabranch_portable_instances header suffix operands)
+function(anabranch_portable_instances file header operands)
   foreach(elements BFLOAT16 FLOAT16 FLOAT32 TF32)
     if(elements STREQUAL TF32)
       set(arguments "AB_FLOAT32, Precision::tf32")
@@ -13,9 +14,9 @@ function(anabranch_portable_instances header suffix operands)
       string(APPEND instances
              "template ab_status launch_${header}<${arguments}, TileChoice::${variant}>(${operands}, int, cudaStream_t);\n")
     endforeach()
-    set(file ${PROJECT_BINARY_DIR}/portable/${header}_${elements}${suffix}.cu)
-    configure_file(${PROJECT_SOURCE_DIR}/cmake/portable_instance.cu.in ${file} @ONLY)
-    list(APPEND ANABRANCH_PORTABLE_INSTANCES ${file})
+    set(path ${PROJECT_BINARY_DIR}/portable/${file}_${elements}.cu)
+    configure_file(${PROJECT_SOURCE_DIR}/cmake/portable_instance.cu.in ${path} @ONLY)
+    list(APPEND ANABRANCH_PORTABLE_INSTANCES ${path})
   endforeach()
   set(ANABRANCH_PORTABLE_INSTANCES ${ANABRANCH_PORTABLE_INSTANCES} PARENT_SCOPE)
 endfunction()
@@ -23,7 +24,8 @@ endfunction()
 foreach(launcher "up;const Up&" "rows_product;const RowsProduct&" "intermediate_gradient;const IntermediateGradient&")
   list(GET launcher 0 header)
   list(GET launcher 1 operands)
-  anabranch_portable_instances(${header} "" ${operands} "main, false" "small, false")
-  anabranch_portable_instances(${header} _adapter ${operands} "main, true")
+  anabranch_portable_instances(${header} ${header} ${operands} "main, false" "small, false")
+  anabranch_portable_instances(${header}_adapter ${header} ${operands} "main, true")
 endforeach()
-anabranch_portable_instances(weight_gradient "" "const WeightGradient&, const SegmentBounds&, const SegmentList&" main)
+anabranch_portable_instances(weight_gradient weight_gradient
+                             "const WeightGradient&, const SegmentBounds&, const SegmentList&" main)

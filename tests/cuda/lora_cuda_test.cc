@@ -7,11 +7,11 @@ namespace {
 
 using LoraCuda = ExpertsCudaTest;
 
-const std::vector<int32_t> kGroups = {3, 0, 34, 1, 40, 0, 9};  // 87 rows
+const std::vector<int32_t> kGroups = {3, 0, 34, 1, 0, 9};  // 47 rows
 
 LoraCase small_case(int32_t dtype, bool aligned, int64_t P = 2) {
-  FfnCase c{kGroups, 90, aligned ? 32 : 13, aligned ? 40 : 7, P};
-  c.T = 41;
+  FfnCase c{kGroups, 50, aligned ? 32 : 13, aligned ? 40 : 7, P};
+  c.T = 21;
   c.K = 3;
   c.dtype = dtype;
   return {.c = c, .r = aligned ? 16 : 5, .q = aligned ? 8 : 3};
@@ -22,7 +22,7 @@ TEST_F(LoraCuda, EveryOptionMatchesTheCpu) {
   unsigned seed = 0;
   for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {
     for (int layout = 0; layout < static_cast<int>(kLayouts.size()); ++layout) {
-      ++seed;
+      if (++seed % 2 == 0 && dtype == AB_FLOAT16) continue;
       LoraCase l = small_case(dtype, seed % 2 == 0, seed % 5 == 0 ? 1 : 2);
       if (seed % 4 == 3) l.c.T = l.c.K = 0;
       l.c.layout = layout;
@@ -72,7 +72,7 @@ TEST_F(LoraCuda, LargeSizesMatchTheCpu) {
 }
 
 TEST_F(LoraCuda, EmptySizes) {
-  for (const auto& [R, D, F] : {std::tuple<int64_t, int64_t, int64_t>{0, 8, 8}, {90, 0, 8}, {90, 8, 0}}) {
+  for (const auto& [R, D, F] : {std::tuple<int64_t, int64_t, int64_t>{0, 8, 8}, {50, 0, 8}, {50, 8, 0}}) {
     for (const unsigned shared : {0u, 15u}) {
       LoraCase l = small_case(AB_BFLOAT16, true);
       l.c.R = R;
@@ -219,7 +219,7 @@ class GroupedLora {
   }
 
  private:
-  static constexpr int64_t kR = 90, kT = 45, kK = 2, kD = 40, kN = 200, kRank = 5;
+  static constexpr int64_t kR = 50, kT = 25, kK = 2, kD = 40, kN = 200, kRank = 5;
   static int64_t E() { return static_cast<int64_t>(kGroups.size()); }
 
   static void combine_on_gpu(const ab_grouped_matmul_combine_args& args) {
@@ -259,10 +259,10 @@ TEST_F(LoraCuda, GroupedGemmsMatchTheCpu) {
 // d_w [1, D, N] is the sum over all experts, in any dtype.
 TEST_F(LoraCuda, SharedWeightGradientsMatchTheCpu) {
   for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {
-    FloatTensor x({90, 13}, AB_BFLOAT16), d_y({90, 9}, dtype);
+    FloatTensor x({50, 13}, AB_BFLOAT16), d_y({50, 9}, dtype);
     x.fill_uniform(1);
     d_y.fill_uniform(2);
-    const Tensor<int32_t> sizes({7}, kGroups);
+    const Tensor<int32_t> sizes({6}, kGroups);
     FloatTensor want({1, 13, 9}, dtype), got({1, 13, 9}, dtype);
     ab_grouped_matmul_dw_args args{};
     args.size = sizeof(args);
@@ -281,6 +281,44 @@ TEST_F(LoraCuda, SharedWeightGradientsMatchTheCpu) {
     c.dtype = dtype;
     compare_elements("d_w", c, got, want, 0, want.size());
     if (HasFatalFailure()) return;
+  }
+}
+
+// The bounds that JAX passes on, without u, z and v, and with factors that are copied.
+TEST(LoraWorkspaces, AreWithinTheBounds) {
+  for (const bool aligned : {true, false}) {
+    for (const unsigned shared : {0u, 15u}) {
+      LoraCase l = small_case(AB_BFLOAT16, aligned);
+      l.shared = shared;
+      l.dtype = AB_FLOAT32;
+      l.c.layout = 2;  // gate and up alternate
+      l.c.R = 4000;
+      l.c.T = 2000;
+      const LoraNetwork network(l);
+      const FfnCase& c = l.c;
+      const auto bound = [&](int32_t backward) {
+        size_t in = 0;
+        size_t out = 0;
+        EXPECT_OK(ab_cuda_lora_workspace_bound(c.R, c.E(), c.D, c.P * c.F, l.r, backward, c.dtype, &in));
+        EXPECT_OK(ab_cuda_lora_workspace_bound(c.R, c.E(), c.F, c.D, l.q, backward, c.dtype, &out));
+        return in + out;
+      };
+      size_t bytes = 0;
+      size_t without = 0;
+      ab_expert_ffn_forward_args forward = network.forward_args();
+      forward.lora_u = forward.lora_z = nullptr;
+      EXPECT_OK(ab_cuda_expert_ffn_forward_workspace(&forward, nullptr, &bytes));
+      EXPECT_OK(ab_cuda_expert_ffn_forward_workspace_bound(c.R, c.F, c.dtype, &without));
+      EXPECT_GT(bytes, without);
+      EXPECT_LE(bytes, without + bound(0));
+      ab_expert_ffn_backward_args backward = network.backward_args();
+      backward.lora_u = backward.lora_v_in = backward.lora_v_out = nullptr;
+      EXPECT_OK(ab_cuda_expert_ffn_backward_workspace(&backward, nullptr, &bytes));
+      EXPECT_OK(ab_cuda_expert_ffn_backward_workspace_bound(
+          c.R, c.E(), c.D, c.P, c.F, c.dtype, c.dtype, AB_CUDA_NEED_WEIGHTED_A | AB_CUDA_NEED_D_WEIGHTS, &without));
+      EXPECT_GT(bytes, without);
+      EXPECT_LE(bytes, without + bound(1));
+    }
   }
 }
 

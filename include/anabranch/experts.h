@@ -117,7 +117,9 @@ AB_API ab_status ab_quantize_weights_workspace(const ab_quantize_weights_args* a
  * Both GEMMs of y share one float32 sum, w first. A first axis of 1 in place of E is one factor for all experts; each
  * factor decides for itself. r is any number from 1 on. Factors have the dtype of x or float32, and any strides;
  * float32 factors of 16-bit rows are rounded to the dtype of x where they multiply. Precision applies to u as to y,
- * but with AB_PRECISION_FP8 only x w[e] is quantised: factors and u are not, and u is computed from x as it is.
+ * but with AB_PRECISION_FP8 only x w[e] is quantised: factors and u are not, and u is computed from x as it is. The
+ * workspace contains u if it is not given, and copies of factors that are not packed or not of the dtype of x. A factor
+ * and its transposed view give the same bits.
  *
  * Without A, the call reads u, which an earlier call wrote. Then scale is 0; it is also 0 without an adapter. */
 
@@ -242,7 +244,7 @@ AB_API ab_status ab_grouped_matmul_combine_workspace(const ab_grouped_matmul_com
  * a_scales, quantised. Quantised weights have P before F, whatever the order of w_in. w_in and w_out may be NULL if
  * quantised weights are given, which are read instead; without w_in, gate and up are side by side in b_in and h.
  * w_in and w_out may have any float dtype, forward and backward. x may be NULL if x_q is given, which is read
- * instead; the dtype of x is then the common dtype of y, h, b_in and an `a` that is not quantised.
+ * instead; the dtype of x is then the common dtype of y, h, b_in, lora_z and an `a` that is not quantised.
  *
  * W_in and W_out may have adapters, both or one of them:
  *
@@ -252,7 +254,7 @@ AB_API ab_status ab_grouped_matmul_combine_workspace(const ab_grouped_matmul_com
  * With an early weight, `a` and so z contain it; with a late one it multiplies y. z is computed from the rounded `a`,
  * also with AB_PRECISION_FP8. u is an output for the backward pass. z is one for ab_grouped_matmul_combine, which
  * takes it as its lora_u: without y, an adapter of W_out requires z. An adapter of W_in requires x. The axes of B_in
- * are in the order of its strides, whatever the order of W_in. */
+ * are in the order of its strides, whatever the order of W_in. The workspace contains u and z if they are not given. */
 typedef struct ab_expert_ffn_forward_args {
   size_t size;
   int32_t activation;   /* ab_activation */
@@ -335,10 +337,11 @@ AB_API ab_status ab_expert_ffn_forward_workspace(const ab_expert_ffn_forward_arg
  *     v_in = scale_in dh B_in[e]^T;       dx = dh W_in[e]^T + v_in A_in[e]^T;        u = scale_in x A_in[e];
  *     dA_out = (w a)^T v_out;   dB_out = z^T d_y;   dA_in = x^T v_in;   dB_in = u^T dh.
  *
- * Gradients of factors have the shapes and dtypes of the factors, are row-major, and are float32 sums. The gradient of
- * a shared factor is the sum over the experts in ascending order. v_in is also the lora_u of the
- * ab_grouped_matmul_combine that sums dx. v_in and v_out are outputs of the call that reads h and inputs of later
- * ones, which compute again what they need and do not get. */
+ * Gradients of factors have the shapes of the factors, and their dtypes or float32. They are row-major, and are float32
+ * sums before they are rounded. The gradient of a shared factor is the sum over the experts in ascending order. v_in is
+ * also the lora_u of the ab_grouped_matmul_combine that sums dx. v_in and v_out are outputs of the call that reads h
+ * and inputs of later ones, which compute again what they need and do not get. The workspace contains u, z, v_in and
+ * v_out if they are needed and not given. */
 typedef struct ab_expert_ffn_backward_args {
   size_t size;
   int32_t activation;

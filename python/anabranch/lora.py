@@ -80,7 +80,7 @@ def check_pair(
         raise ValueError(f"{names[0]}: got {checks.describe(a)}, expected a rank of at least 1")
     b = check(names[1], b, dtypes, ("E or 1", ("r", a.shape[2]), *outputs))
     for name, factor in zip(names, (a, b), strict=True):
-        if factor.shape[0] not in (1, num_experts):
+        if factor.shape[0] != 1 and factor.shape[0] != num_experts:  # torch does not trace `in` for symbolic sizes
             raise ValueError(
                 f"{name}: got {checks.describe(factor)}, expected a first dimension of {num_experts} (experts), or of "
                 "1 for a factor that all experts share"

@@ -183,6 +183,16 @@ ab_status check_tensor(const char* name, const ab_tensor* tensor, Dtypes dtypes,
 
 ab_status check_strided(const char* name, const ab_tensor* tensor, Dtypes dtypes, std::initializer_list<Axis> shape) {
   AB_RETURN_IF_ERROR(check_view(name, tensor, dtypes, shape));
+  for (int32_t axis = 0; axis < tensor->rank; ++axis) {
+    const int64_t stride = stride_of(*tensor, axis);
+    int64_t reach = 0;
+    if (!__builtin_mul_overflow(std::max<int64_t>(tensor->shape[axis] - 1, 0), stride, &reach) && -kMaxBytes <= reach &&
+        reach <= kMaxBytes) {
+      continue;
+    }
+    return AB_INVALID("%s: got stride %lld along axis %d, expected elements at most 2^56 apart", name,
+                      static_cast<long long>(stride), axis);
+  }
   return check_memory(name, *tensor);
 }
 

@@ -38,7 +38,8 @@ constexpr int64_t kMaxBytes = int64_t{1} << 56;
 ab_status check_tensor(const char* name, const ab_tensor* tensor, Dtypes dtypes, std::initializer_list<Axis> shape);
 ab_status check_optional(const char* name, const ab_tensor* tensor, Dtypes dtypes, std::initializer_list<Axis> shape);
 
-// check_tensor() for a tensor that is read through its strides, which may have any values.
+// check_tensor() for a tensor that is read through its strides. They may have any values with which offsets of elements
+// do not overflow.
 ab_status check_strided(const char* name, const ab_tensor* tensor, Dtypes dtypes, std::initializer_list<Axis> shape);
 
 // The stride of an axis in elements; row-major if the tensor has no strides.

@@ -206,10 +206,10 @@ ab_status check_rows(const ab_expert_ffn_backward_args* args, const char* rows_n
   return check_tensor("x", args->x, kFloats, {{rows_name}, {"D"}});
 }
 
-// The dtype of the network is the dtype of x. If only x_q is given, it is the float dtype of the first of y, h, a and
-// b_in that has one, so that a different dtype in the others is refused. If none is given, any dtype will do.
+// The dtype of the network is the dtype of x. If only x_q is given, it is the float dtype of the first of y, h, a, b_in
+// and lora_z that has one, so that a different dtype in the others is refused. If none is given, any dtype will do.
 int32_t dtype_of_network(const ab_expert_ffn_forward_args* args) {
-  for (const ab_tensor* tensor : {args->x, args->y, args->h, args->a, args->b_in}) {
+  for (const ab_tensor* tensor : {args->x, args->y, args->h, args->a, args->b_in, args->lora_z}) {
     if (tensor == nullptr) continue;
     for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {
       if (tensor->dtype == dtype) return dtype;

@@ -166,6 +166,7 @@ Tensor gradient_on_cpu(const Tensor& given_x, const Tensor& d_logits) {
   for (const Tensor* operand : {&x, &d_logits, &sizes}) arguments.add(*operand);
   arguments.add_option(static_cast<int8_t>(float32));
   arguments.add_option(Value{0});  // precision "highest"
+  arguments.add_option(int8_t{0});  // one matrix per expert
   const Tensor product = std::move(run(numbers().grouped_matmul_dw, arguments)[0]);
   // product is [1, D, E].
   return viewed(product, 2, product.sizes() + 1);
@@ -176,13 +177,19 @@ Tensor gate_logits(const Tensor& x, const Tensor& gate) {
   return matmul(x, gate, shims.dtype_float32());
 }
 
-// d_x in the dtype of x, and d_gate in float32.
-std::pair<Tensor, Tensor> gate_backward(const Tensor& x, const Tensor& gate, const Tensor& d_logits) {
+// d_x in the dtype of x, and d_gate in float32; an empty tensor if it is not requested.
+std::pair<Tensor, Tensor> gate_backward(const Tensor& x, const Tensor& gate, const Tensor& d_logits, bool needs_x,
+                                        bool needs_gate) {
+  std::pair<Tensor, Tensor> gradients;
   if (!x.on_cuda()) {
-    return {to_dtype(rows_on_cpu(d_logits, transposed(gate)), x.dtype()), gradient_on_cpu(x, d_logits)};
+    if (needs_x) gradients.first = to_dtype(rows_on_cpu(d_logits, transposed(gate)), x.dtype());
+    if (needs_gate) gradients.second = gradient_on_cpu(x, d_logits);
+    return gradients;
   }
   const Tensor rounded = to_dtype(d_logits, x.dtype());
-  return {matmul(rounded, transposed(gate), x.dtype()), matmul(transposed(x), rounded, shims.dtype_float32())};
+  if (needs_x) gradients.first = matmul(rounded, transposed(gate), x.dtype());
+  if (needs_gate) gradients.second = matmul(transposed(x), rounded, shims.dtype_float32());
+  return gradients;
 }
 
 }  // namespace
@@ -206,9 +213,11 @@ void layer_forward(Value* stack, uint64_t, uint64_t) {
     W_OUT,
     B_OUT,
     QUANTIZED,
-    CONFIG = QUANTIZED + 4
+    FACTORS = QUANTIZED + 4,
+    ORDERS = FACTORS + 4,
+    CONFIG
   };
-  std::vector<Tensor> t = take(stack, "TgttttttTtTttttt");
+  std::vector<Tensor> t = take(stack, "TgttttttTtTttttttttt");
   check_rank("x", t[X], 2);
   check_rank("gate", t[GATE], 2);
   check_rank("w_out", t[W_OUT], 3);
@@ -221,7 +230,8 @@ void layer_forward(Value* stack, uint64_t, uint64_t) {
   Arguments arguments;
   arguments.add(t[X]);
   add(arguments, logits);
-  for (int i = WEIGHTS; i < CONFIG; ++i) add(arguments, t[i]);
+  for (int i = WEIGHTS; i < ORDERS; ++i) add(arguments, t[i]);
+  arguments.add_option(stack[ORDERS]);
   arguments.add_options(config.layer);
   enum { DROPPED = 2 };
   std::vector<Tensor> results = run(numbers().layer, arguments);
@@ -253,15 +263,18 @@ void layer_backward(Value* stack, uint64_t, uint64_t) {
     H,
     LOGITS,
     MAPS,
+    LORA_U,
     QUANTIZED,
-    W_IN_DTYPE = QUANTIZED + 4,
+    FACTORS = QUANTIZED + 4,
+    ORDERS = FACTORS + 4,
+    W_IN_DTYPE,
     W_OUT_DTYPE,
-    D_X_DTYPE,
-    NEEDS_W_IN,
-    NEEDS_W_OUT,
+    REQUESTED,
+    NEEDS_X,
+    NEEDS_GATE,
     CONFIG,
   };
-  std::vector<Tensor> t = take(stack, "TtttgTTTtttTttTtTtttt");
+  std::vector<Tensor> t = take(stack, "TtttgTTTtttTttTtTttttttttt");
   check_rank("tokens", t[TOKENS], 2);
   check_rank("gate", t[GATE], 2);
   check_rank("w_out", t[W_OUT], 3);
@@ -273,6 +286,12 @@ void layer_backward(Value* stack, uint64_t, uint64_t) {
   const auto add_all = [&t](Arguments& arguments, std::initializer_list<int> indices) {
     for (int i : indices) add(arguments, t[i]);
   };
+  const auto add_options = [&t, stack](Arguments& arguments, const std::string& options) {
+    arguments.add_option(stack[REQUESTED]);
+    for (int i = QUANTIZED; i < ORDERS; ++i) add(arguments, t[i]);
+    arguments.add_option(stack[ORDERS]);
+    arguments.add_options(options);
+  };
   Arguments arguments;
   arguments.add(t[D_OUTPUT]);
   if (!routes) {
@@ -282,36 +301,38 @@ void layer_backward(Value* stack, uint64_t, uint64_t) {
   add_all(arguments, {H, X, WEIGHTS, MAPS, W_IN, B_IN, W_OUT, B_OUT});
   if (routes) add_all(arguments, {LOGITS, EXPERTS, MASK, LSE, D_SCORE_SUM, D_LSE});
   arguments.add_option(static_cast<int8_t>(stack[W_OUT_DTYPE]));
-  arguments.add_option(static_cast<int8_t>(stack[NEEDS_W_OUT] & 1));
-  add_all(arguments, {QUANTIZED, QUANTIZED + 1, QUANTIZED + 2, QUANTIZED + 3});
-  arguments.add_options(routes ? config.layer : config.network);
-  // The results of packed_layer_hidden, and of packed_experts_hidden.
+  add_options(arguments, routes ? config.layer : config.network);
+  // The results of packed_layer_hidden, and of packed_experts_hidden, which has the gradient of the weights in addition.
   std::vector<Tensor> hidden = run(routes ? numbers().layer_hidden : numbers().experts_hidden, arguments);
-  Tensor dh = std::move(hidden[0]), d_w_out = std::move(hidden[1]), d_b_out = std::move(hidden[2]);
-  Tensor dh_q = std::move(hidden[routes ? 3 : 4]), dh_scales = std::move(hidden[routes ? 4 : 5]);
-  Tensor addend, d_gate, d_weights;
-  if (routes) {
-    std::tie(addend, d_gate) = gate_backward(t[TOKENS], parameters.gate(t[GATE]), hidden[5]);
-    d_gate = parameters.d_gate(to_dtype(d_gate, t[GATE].dtype()));
-  } else {
+  Tensor d_weights, addend, d_gate;
+  if (!routes) {
     d_weights = std::move(hidden[3]);
+    hidden.erase(hidden.begin() + 3);
   }
-  arguments = Arguments();
-  for (const Tensor* tensor : {&dh, &dh_q, &dh_scales, &t[X], &addend}) add(arguments, *tensor);
-  add_all(arguments, {MAPS, W_IN, B_IN, W_OUT});
-  arguments.add_option(static_cast<int8_t>(stack[W_IN_DTYPE]));
-  if (stack[D_X_DTYPE] == 0) {
-    arguments.add_none();
-  } else {
-    arguments.add_option(static_cast<int8_t>(unwrap(stack[D_X_DTYPE])));
+  enum { DH, D_W_OUT, D_B_OUT, DH_Q, DH_SCALES, V_IN, D_A_OUT, D_B_FACTOR_OUT, D_LOGITS };
+  if (routes) {
+    std::tie(addend, d_gate) = gate_backward(t[TOKENS], parameters.gate(t[GATE]), hidden[D_LOGITS],
+                                             (stack[NEEDS_X] & 1) != 0, (stack[NEEDS_GATE] & 1) != 0);
+    if (d_gate) d_gate = parameters.d_gate(to_dtype(d_gate, t[GATE].dtype()));
   }
-  arguments.add_option(static_cast<int8_t>(stack[NEEDS_W_IN] & 1));
-  add_all(arguments, {QUANTIZED, QUANTIZED + 1, QUANTIZED + 2, QUANTIZED + 3});
-  arguments.add_options(config.network);
-  std::vector<Tensor> inputs = run(numbers().experts_inputs, arguments);
-  Tensor d_w_in = parameters.d_w_in(std::move(inputs[1])), d_b_in = parameters.d_b_in(std::move(inputs[2]));
+  enum { D_X, D_W_IN, D_B_IN, D_A_IN, D_B_FACTOR_IN, NUM_INPUTS };
+  std::vector<Tensor> inputs(NUM_INPUTS);
+  if (hidden[DH]) {
+    arguments = Arguments();
+    for (const Tensor* tensor : {&hidden[DH], &hidden[DH_Q], &hidden[DH_SCALES], &t[X], &addend}) {
+      add(arguments, *tensor);
+    }
+    add_all(arguments, {MAPS, W_IN, B_IN, W_OUT, LORA_U});
+    add(arguments, hidden[V_IN]);
+    arguments.add_option(static_cast<int8_t>(stack[W_IN_DTYPE]));
+    arguments.add_option(static_cast<int8_t>(t[X].dtype()));  // of d_x
+    add_options(arguments, config.network);
+    inputs = run(numbers().experts_inputs, arguments);
+  }
+  Tensor d_w_in = parameters.d_w_in(std::move(inputs[D_W_IN])), d_b_in = parameters.d_b_in(std::move(inputs[D_B_IN]));
   int i = 0;
-  for (Tensor* result : {&inputs[0], &d_w_in, &d_b_in, &d_w_out, &d_b_out, &d_gate, &d_weights}) {
+  for (Tensor* result : {&inputs[D_X], &d_w_in, &d_b_in, &hidden[D_W_OUT], &hidden[D_B_OUT], &d_gate, &d_weights,
+                         &inputs[D_A_IN], &inputs[D_B_FACTOR_IN], &hidden[D_A_OUT], &hidden[D_B_FACTOR_OUT]}) {
     stack[i++] = result->release_value();
   }
 }

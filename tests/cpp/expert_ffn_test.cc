@@ -158,9 +158,9 @@ TEST(ExpertFfn, TwoCallsMatchOne) {
     refused([](A& args) { args.skip_rest = 2; }, "skip_rest: got 2, expected 0 or 1");
     if (w_out_comes_first) {
       refused([&](A& args) { args.d_out = two.d_out.view(); },
-              "d_out: got a tensor, expected NULL without h, d_w_out and d_b_out");
+              "d_out: got a tensor, expected NULL without h, d_w_out, d_b_out, d_lora_a_out and d_lora_b_out");
       refused([&](A& args) { args.weighted_a = weighted_a.view(); },
-              "weighted_a: got a tensor, expected NULL without h and d_w_out");
+              "weighted_a: got a tensor, expected NULL without h, d_w_out, d_lora_a_out and d_lora_b_out");
     } else {
       refused([](A& args) { args.d_out = nullptr; }, "d_out: got NULL, expected");
       refused([](A& args) { args.weighted_a = nullptr; },
@@ -371,7 +371,7 @@ TEST(ExpertFfn, RefusesBadArguments) {
                  "d_w_out: got bfloat16 (7) [2, 4, 3], expected float32 [E=2, F=4, D=3]");
   backward.d_w_in = backward.d_w_out = nullptr;
   EXPECT_REFUSED(ab_expert_ffn_backward(&backward, nullptr), AB_INVALID_ARGUMENT,
-                 "accumulate: got 1, expected 0, or 1 together with d_w_in or d_w_out");
+                 "accumulate: got 1, expected 0, or 1 together with d_w_in, d_w_out or the gradient of a factor");
   EXPECT_REFUSED(ab_expert_ffn_forward(nullptr, nullptr), AB_INVALID_ARGUMENT, "got NULL");
   EXPECT_REFUSED(ab_expert_ffn_backward(nullptr, nullptr), AB_INVALID_ARGUMENT, "got NULL");
 }

@@ -61,10 +61,13 @@ inline std::vector<int64_t> offsets_of(const std::vector<int32_t>& sizes, int64_
   return offsets;
 }
 
-inline void expect_near(const Floats& got, const std::vector<double>& want, double bound, const std::string& name) {
+// Bounds the error of a tensor relative to its norm. Zeros must be exact.
+template <class Values>
+void expect_near(const Values& got, const std::vector<double>& want, double bound, const std::string& name) {
+  ASSERT_EQ(static_cast<int64_t>(want.size()), static_cast<int64_t>(got.size())) << name;
   double error = 0;
   double norm = 0;
-  for (int64_t i = 0; i < got.size(); ++i) {
+  for (int64_t i = 0; i < static_cast<int64_t>(got.size()); ++i) {
     const double expected = want[static_cast<size_t>(i)];
     error += (got[i] - expected) * (got[i] - expected);
     norm += expected * expected;
@@ -179,6 +182,28 @@ struct Network {
     return call(ab_expert_ffn_backward, ab_expert_ffn_backward_workspace, backward_args(), threads);
   }
 };
+
+// Slots in reverse order. Every fifth row is padding, and so are rows for which no slot is left. Rows past the groups
+// get slots too.
+inline std::vector<int32_t> mixed_slots(int64_t R, int64_t slots) {
+  const int32_t none[] = {-1, INT32_MIN, INT32_MAX, static_cast<int32_t>(slots)};
+  std::vector<int32_t> result(static_cast<size_t>(R));
+  int64_t next = slots - 1;
+  for (int64_t r = 0; r < R; ++r) {
+    result[static_cast<size_t>(r)] = r % 5 == 3 || next < 0 ? none[r % 4] : static_cast<int32_t>(next--);
+  }
+  return result;
+}
+
+// row_of_slot [T, K] for slot_of_row; -1 for a slot without a row.
+inline Ints invert(const Ints& slot_of_row, int64_t T, int64_t K) {
+  std::vector<int32_t> rows(static_cast<size_t>(T * K), -1);
+  for (int64_t r = 0; r < slot_of_row.size(); ++r) {
+    const int32_t slot = slot_of_row[r];
+    if (slot >= 0 && slot < T * K) rows[static_cast<size_t>(slot)] = static_cast<int32_t>(r);
+  }
+  return {{T, K}, rows};
+}
 
 // The slots 0 to count - 1 in order.
 inline std::vector<int32_t> slots_in_order(int64_t count) {

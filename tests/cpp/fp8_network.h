@@ -4,14 +4,6 @@
 #include "fp8_operands.h"
 
 namespace anabranch::testing {
-// Slots in reverse order. Every fifth row is padding, and so are rows for which no slot is left. Rows past the groups
-// get slots too.
-inline std::vector<int32_t> mixed_slots(int64_t R, int64_t slots) {
-  std::vector<int32_t> result;
-  int32_t next = static_cast<int32_t>(slots) - 1;
-  for (int64_t r = 0; r < R; ++r) result.push_back(r % 5 == 3 || next < 0 ? -1 : next--);
-  return result;
-}
 
 // A float32 network and, beside its own results, the quantised results of the FP8 calls.
 struct QuantizedNetwork : Network<float> {

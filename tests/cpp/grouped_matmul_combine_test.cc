@@ -17,16 +17,11 @@ struct Combined {
 
   explicit Combined(const Network<T_>& network)
       : net(network),
-        row_of_slot({net.T, net.K}),
+        row_of_slot(invert(net.slot_of_row, net.T, net.K)),
         addend(random({net.T, net.D}, 9)),
         a({net.R, net.F}),
         want({net.T, net.D}),
-        got({net.T, net.D}) {
-    for (int64_t r = 0; r < net.R; ++r) {
-      const int32_t slot = net.slot_of_row[r];
-      if (slot >= 0 && slot < net.T * net.K) row_of_slot[slot] = static_cast<int32_t>(r);
-    }
-  }
+        got({net.T, net.D}) {}
 
   static ab_tensor flat_view(const ab_tensor* view, int32_t rank) {
     ab_tensor flat = *view;
@@ -106,18 +101,6 @@ void check_combined(const Network<T_>& net) {
       for (const bool biased : {false, true}) combined.check_down(biased, weights, adds);
     }
   }
-}
-
-// Slots in reverse order. Every fifth row is padding, and so are rows for which no slot is left. Rows past the groups
-// get slots too.
-std::vector<int32_t> mixed_slots(int64_t R, int64_t slots) {
-  const int32_t none[] = {-1, INT32_MIN, INT32_MAX, static_cast<int32_t>(slots)};
-  std::vector<int32_t> result(static_cast<size_t>(R));
-  int64_t next = slots - 1;
-  for (int64_t r = 0; r < R; ++r) {
-    result[static_cast<size_t>(r)] = r % 5 == 3 || next < 0 ? none[r % 4] : static_cast<int32_t>(next--);
-  }
-  return result;
 }
 
 TEST(GroupedMatmulCombine, MatchesGemmAndCombine) {

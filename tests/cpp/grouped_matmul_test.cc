@@ -104,6 +104,17 @@ TEST(GroupedMatmul, GradientsAccumulate) {
   expect_accumulation(random_bf16({1540, 20}, 1), random_bf16({1540, 530}, 2), sizes);
 }
 
+// A large workspace costs page faults in every call.
+TEST(GroupedMatmul, SmallGemmsNeedLittleMemory) {
+  const Floats x({32, 64}), w({2, 64, 64}), y({32, 64});
+  const Ints sizes({2}, {16, 16});
+  const ab_grouped_matmul_args args = grouped_matmul_args(x.view(), w.view(), sizes.view(), y.view());
+  const ab_exec exec{sizeof(ab_exec), 1, nullptr, nullptr, 0};
+  size_t bytes = 0;
+  EXPECT_OK(ab_grouped_matmul_workspace(&args, &exec, &bytes));
+  EXPECT_LT(bytes, size_t{64} << 10);
+}
+
 TEST(GroupedMatmul, RefusesBadArguments) {
   const Floats x = random({4, 3}, 1);
   const Floats w = random({2, 3, 5}, 2);

@@ -86,6 +86,20 @@ TEST(Sizes, OfAWorkspaceDoNotOverflow) {
   EXPECT_REFUSED(ab_grouped_matmul_combine(&args, &exec), AB_UNSUPPORTED, "workspace: got sizes");
 }
 
+TEST(Sizes, OfAnAdapterDoNotOverflow) {
+  const int64_t R = int64_t{1} << 24;
+  const int64_t rank = int64_t{1} << 38;
+  const ab_tensor x = no_memory(AB_FLOAT32, {R, 0}), y = no_memory(AB_FLOAT32, {R, 0});
+  const ab_tensor w = no_memory(AB_FLOAT32, {1, 0, 0});
+  const ab_tensor a = no_memory(AB_FLOAT32, {1, 0, rank}), b = no_memory(AB_FLOAT32, {1, rank, 0});
+  const Tensor<int32_t> groups({1}, std::vector<int32_t>{0});
+  ab_grouped_matmul_args args = grouped_matmul_args(&x, &w, groups.view(), &y);
+  args.lora_a = &a;
+  args.lora_b = &b;
+  size_t bytes = 0;
+  EXPECT_REFUSED(ab_grouped_matmul_workspace(&args, nullptr, &bytes), AB_UNSUPPORTED, "workspace: got sizes");
+}
+
 TEST(Sizes, OfSlotsDoNotOverflow) {
   const int64_t T = int64_t{1} << 50;
   const ab_tensor x = no_memory(AB_FLOAT32, {T, 0});

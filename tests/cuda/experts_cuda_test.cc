@@ -110,6 +110,15 @@ TEST_F(ExpertsCuda, GroupedMatmulMatchesTheCpu) {
   }
 }
 
+// A reset discards the attributes of kernels, such as the limit of their shared memory.
+TEST_F(ExpertsCuda, GroupedMatmulWorksAfterAReset) {
+  for (const int32_t dtype : {AB_BFLOAT16, AB_FLOAT32}) {
+    check({{70, 0, 200}, 300, 64, 320, false, dtype});
+    EXPECT_CUDA(cudaDeviceReset());
+    check({{70, 0, 200}, 300, 64, 320, false, dtype});
+  }
+}
+
 TEST_F(ExpertsCuda, GroupedMatmulAcceptsEverySizeAndFloat32) {
   for (const int32_t dtype : {AB_BFLOAT16, AB_FLOAT16, AB_FLOAT32}) {
     for (const bool transpose : {false, true}) {

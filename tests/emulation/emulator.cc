@@ -8,8 +8,11 @@
 #include <cstdio>
 #include <cstdlib>
 #include <deque>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <random>
+#include <utility>
 #include <vector>
 
 namespace emulation {
@@ -239,6 +242,31 @@ void fail(const char* format, ...) {
   va_end(values);
   std::fputc('\n', stderr);
   std::abort();
+}
+
+Runtime runtime;
+
+namespace {
+
+std::mutex limits_mutex;
+std::map<std::pair<int, const void*>, int> limits;  // by device and kernel
+
+}  // namespace
+
+void set_limit(const void* kernel, int bytes) {
+  std::lock_guard lock(limits_mutex);
+  limits[{runtime.device, kernel}] = bytes;
+}
+
+int limit_of(const void* kernel) {
+  std::lock_guard lock(limits_mutex);
+  const auto found = limits.find({runtime.device, kernel});
+  return found == limits.end() ? 0 : found->second;
+}
+
+void forget_limits() {
+  std::lock_guard lock(limits_mutex);
+  std::erase_if(limits, [](const auto& limit) { return limit.first.first == runtime.device; });
 }
 
 }  // namespace emulation

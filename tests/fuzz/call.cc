@@ -118,12 +118,19 @@ int64_t small_bytes(const ab_tensor& view) {
   constexpr int64_t kMaxBytes = 1 << 23;
   if (!has_rank(view)) return -1;
   if (!has_elements(view)) return 0;
-  auto bytes = static_cast<int64_t>(element_size(view.dtype));
+  const auto element = static_cast<int64_t>(element_size(view.dtype));
+  int64_t elements = 1;  // of the row-major tensor
+  int64_t last = 0;      // offset of the last element
   for (int32_t i = 0; i < view.rank; ++i) {
-    if (view.shape[i] < 0 || view.shape[i] > kMaxBytes || bytes * view.shape[i] > kMaxBytes) return -1;
-    bytes *= view.shape[i];
+    const int64_t size = view.shape[i];
+    if (size < 0 || size > kMaxBytes || elements * size > kMaxBytes) return -1;
+    elements *= size;
+    const int64_t stride = view.strides == nullptr || size == 1 ? 0 : view.strides[i];
+    if (stride < 0 || stride > kMaxBytes || last + (size - 1) * stride > kMaxBytes) return -1;
+    last += (size - 1) * stride;
   }
-  return bytes;
+  const int64_t bytes = std::max(elements, last + 1) * element;
+  return bytes > kMaxBytes ? -1 : bytes;
 }
 
 Operand& Call::input(const char* name, const ab_tensor** field, int32_t dtype, std::vector<int64_t> shape,

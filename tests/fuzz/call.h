@@ -120,7 +120,8 @@ class Call {
   std::vector<uint64_t> args_;
 };
 
-// Returns the byte count of a view; -1 if it exceeds 8 MiB or is invalid.
+// Returns the byte count of a view: the larger one of row-major order and of its strides. -1 if it exceeds 8 MiB or is
+// invalid.
 int64_t small_bytes(const ab_tensor& view);
 size_t element_size(int32_t dtype);
 bool has_elements(const ab_tensor& view);

@@ -2,6 +2,7 @@
 // Hopper's tensor cores.
 #include <algorithm>
 #include <map>
+#include <numeric>
 #include <string>
 
 #include "anabranch/balance.h"
@@ -400,12 +401,93 @@ int32_t add_operands(const Sizes& s, Random& random, Args* args, Call* call) {
   return quantized_x ? any_float(random) : dtype;
 }
 
+// Sets the strides of a tensor whose axes have this order in memory, outermost first.
+void set_order(const Shape& order, Operand* operand) {
+  operand->strides.assign(AB_MAX_RANK, 0);
+  int64_t stride = 1;
+  for (size_t i = order.size(); i-- > 0;) {
+    operand->strides[static_cast<size_t>(order[i])] = stride;
+    stride *= std::max<int64_t>(operand->view.shape[order[i]], 1);
+  }
+  operand->view.strides = operand->strides.data();
+}
+
+// Adapters. They use a copy of the random numbers, so that calls without an adapter stay as they were. The CUDA
+// functions refuse adapters.
+bool has_adapter(Random& random) { return !kEmulated && random.chance(0.3); }
+int64_t any_rank(Random& random) { return random.one_of<int64_t>({1, 2, 5, 16, 70}); }
+int64_t any_sharing(Random& random, int64_t E) { return random.chance(0.3) ? 1 : E; }
+
+// A factor of the dtype of the rows or float32, in any memory order; experts may share a factor through a stride of 0.
+void add_factor(const char* name, const ab_tensor** field, Random& random, int32_t dtype, const Shape& shape,
+                Call* call) {
+  Operand& factor = call->input(name, field, random.chance(0.5) ? dtype : int32_t{AB_FLOAT32}, shape);
+  if (random.chance(0.5)) return;
+  Shape order(shape.size());
+  std::iota(order.begin(), order.end(), 0);
+  for (size_t i = order.size(); i > 1; --i) std::swap(order[i - 1], order[random.bits() % i]);
+  set_order(order, &factor);
+  if (random.chance(0.2)) factor.strides[0] = 0;
+}
+
+// Adds the adapter of a grouped GEMM.
+template <class Args>
+void add_adapter(const Sizes& s, Random random, int32_t dtype, Args* args, Call* call) {
+  if (!has_adapter(random)) return;
+  const int64_t rank = any_rank(random);
+  const bool has_u = args->x_scales != nullptr || random.chance(0.3);
+  add_factor(ARGUMENT(lora_b), random, dtype, {any_sharing(random, s.E), rank, s.F}, call);
+  if (has_u) {
+    call->input(ARGUMENT(lora_u), dtype, {s.R, rank});
+    return;
+  }
+  args->lora_scale = random.one_of({1.0f, 0.5f, -2.0f, 0.0f});
+  call->numbers.push_back({"lora_scale", &args->lora_scale});
+  add_factor(ARGUMENT(lora_a), random, dtype, {any_sharing(random, s.E), s.D, rank}, call);
+  if (random.chance(0.5)) call->output(ARGUMENT(lora_u), dtype, {s.R, rank});
+}
+
+// Adds the adapters of the expert MLP. The ranks are 0 without an adapter.
+struct Ranks {
+  int64_t in = 0;
+  int64_t out = 0;
+};
+template <class Args>
+Ranks add_adapters(const Sizes& s, Random& random, int32_t dtype, Args* args, Call* call) {
+  Ranks ranks;
+  if (args->x != nullptr && has_adapter(random)) {
+    ranks.in = any_rank(random);
+    args->lora_scale_in = 0.5f;
+    call->numbers.push_back({"lora_scale_in", &args->lora_scale_in});
+    add_factor(ARGUMENT(lora_a_in), random, dtype, {any_sharing(random, s.E), s.D, ranks.in}, call);
+    add_factor(ARGUMENT(lora_b_in), random, dtype, {any_sharing(random, s.E), ranks.in, s.P, s.F}, call);
+  }
+  if (has_adapter(random)) {
+    ranks.out = any_rank(random);
+    args->lora_scale_out = -2.0f;
+    call->numbers.push_back({"lora_scale_out", &args->lora_scale_out});
+    add_factor(ARGUMENT(lora_a_out), random, dtype, {any_sharing(random, s.E), s.F, ranks.out}, call);
+    add_factor(ARGUMENT(lora_b_out), random, dtype, {any_sharing(random, s.E), ranks.out, s.D}, call);
+  }
+  return ranks;
+}
+
+// A gradient of a factor: has its shape, and its dtype or float32.
+void add_gradient(const char* name, const ab_tensor** field, Random& random, const ab_tensor* factor,
+                  const int32_t* accumulate, Call* call) {
+  const int32_t dtype = *accumulate == 1 || random.chance(0.3) ? int32_t{AB_FLOAT32} : factor->dtype;
+  call->output(name, field, dtype, Shape(factor->shape, factor->shape + factor->rank)).is_read = [accumulate] {
+    return *accumulate == 1;
+  };
+}
+
 void make_grouped_matmul(const Operation& operation, Random& random, Call* call) {
   auto* args = call->start<ab_grouped_matmul_args>(operation);
   const Sizes s = choose_precision(random, args, call);
   args->transpose_w = static_cast<int32_t>(random.between(0, 1));
   const int32_t dtype = add_operands(s, random, args, call);
   call->output(ARGUMENT(y), dtype, {s.R, s.F});
+  add_adapter(s, random, dtype, args, call);
   call->options = {
       {"transpose_w", &args->transpose_w}, {"precision", &args->precision}, {"fp8_scales", &args->fp8_scales}};
 }
@@ -420,7 +502,9 @@ void make_grouped_matmul_dw(const Operation& operation, Random& random, Call* ca
   call->input(ARGUMENT(d_y), any_float(random), {s.R, s.F});
   call->input(ARGUMENT(group_sizes), AB_INT32, {s.E}, 2 * s.R / s.E + 1);
   const int32_t dtype = args->accumulate == 1 ? AB_FLOAT32 : any_float(random);
-  call->output(ARGUMENT(d_w), dtype, {s.E, s.D, s.F}).is_read = [args] { return args->accumulate == 1; };
+  Random sharing = random;
+  const int64_t matrices = kEmulated ? s.E : any_sharing(sharing, s.E);
+  call->output(ARGUMENT(d_w), dtype, {matrices, s.D, s.F}).is_read = [args] { return args->accumulate == 1; };
   call->options = {{"accumulate", &args->accumulate}, {"precision", &args->precision}};
 }
 
@@ -444,6 +528,7 @@ void make_grouped_matmul_combine(const Operation& operation, Random& random, Cal
   Operand& result = call->output(ARGUMENT(out), out, {s.T, s.F});
   result.in = in_place ? addend : nullptr;
   result.skips = &args->skip_rest;  // random indices do name tail rows
+  add_adapter(s, random, args->x_scales != nullptr ? out : dtype, args, call);
   call->options = {{"transpose_w", &args->transpose_w}, {"weight_early", &args->weight_early},
                    {"skip_rest", &args->skip_rest},     {"backward", &args->backward},
                    {"precision", &args->precision},     {"fp8_scales", &args->fp8_scales}};
@@ -517,15 +602,7 @@ void choose_layout(Random& random, Call* call) {
                                                {"b_in", intermediate}, {"d_b_in", intermediate}};
   for (Operand& operand : call->operands) {
     const auto found = orders.find(operand.name);
-    if (found == orders.end()) continue;
-    const Shape& order = found->second;
-    operand.strides.assign(AB_MAX_RANK, 0);
-    int64_t stride = 1;
-    for (size_t i = order.size(); i-- > 0;) {
-      operand.strides[static_cast<size_t>(order[i])] = stride;
-      stride *= std::max<int64_t>(operand.view.shape[order[i]], 1);
-    }
-    operand.view.strides = operand.strides.data();
+    if (found != orders.end()) set_order(found->second, &operand);
   }
 }
 
@@ -555,6 +632,10 @@ void make_expert_ffn_forward(const Operation& operation, Random& random, Call* c
     if (quantized) call->output(ARGUMENT(a_scales), AB_FLOAT32, {s.R, s.F / 128}).skips = &args->skip_rest;
   }
   if (random.chance(0.5)) choose_layout(random, call);
+  Random adapters = random;
+  const Ranks ranks = add_adapters(s, adapters, dtype, args, call);
+  if (ranks.in > 0 && adapters.chance(0.5)) call->output(ARGUMENT(lora_u), dtype, {s.R, ranks.in});
+  if (ranks.out > 0 && (without_y || adapters.chance(0.5))) call->output(ARGUMENT(lora_z), dtype, {s.R, ranks.out});
   call->options.push_back({"weight_early", &args->weight_early});
 }
 
@@ -572,6 +653,26 @@ void make_expert_ffn_backward(const Operation& operation, Random& random, Call* 
   const bool requests_d_b_out = random.chance(0.4);
   args->accumulate = (requests_d_w_in || requests_d_w_out) && random.chance(0.3) ? 1 : 0;
   args->skip_rest = has_h && random.chance(0.2) ? 1 : 0;
+  Random adapters = random;
+  const Ranks ranks = add_adapters(s, adapters, dtype, args, call);
+  if (ranks.in > 0) {
+    if (adapters.chance(0.5)) call->input(ARGUMENT(lora_u), dtype, {s.R, ranks.in});
+    if (adapters.chance(0.5)) {
+      add_gradient(ARGUMENT(d_lora_a_in), adapters, args->lora_a_in, &args->accumulate, call);
+    }
+    if (adapters.chance(0.5)) {
+      add_gradient(ARGUMENT(d_lora_b_in), adapters, args->lora_b_in, &args->accumulate, call);
+    }
+  }
+  if (ranks.out > 0) {
+    if (adapters.chance(0.5)) {
+      add_gradient(ARGUMENT(d_lora_a_out), adapters, args->lora_a_out, &args->accumulate, call);
+    }
+    if (adapters.chance(0.5)) {
+      add_gradient(ARGUMENT(d_lora_b_out), adapters, args->lora_b_out, &args->accumulate, call);
+    }
+  }
+  const bool requests_out_factors = args->d_lora_a_out != nullptr || args->d_lora_b_out != nullptr;
   const auto gradient = [&] { return args->accumulate == 1 || random.chance(0.3) ? int32_t{AB_FLOAT32} : dtype; };
   if (requests_d_w_in) {
     call->output(ARGUMENT(d_w_in), gradient(), {s.E, s.D, s.P, s.F}).is_read = [args] { return args->accumulate == 1; };
@@ -586,7 +687,7 @@ void make_expert_ffn_backward(const Operation& operation, Random& random, Call* 
     call->output(ARGUMENT(d_w_out), gradient(), {s.E, s.F, s.D}).is_read = [args] { return args->accumulate == 1; };
   }
   if (requests_d_b_out) call->output(ARGUMENT(d_b_out), dtype, {s.E, s.D});
-  if (has_h || requests_d_w_out || requests_d_b_out) {
+  if (has_h || requests_d_w_out || requests_d_b_out || requests_out_factors) {
     const Shape shape = {args->slot_of_row != nullptr ? s.T : s.R, s.D};
     call->input(ARGUMENT(d_out), any_float(random), shape);
     if (has_h && args->precision == AB_PRECISION_FP8 && random.chance(0.4)) {
@@ -602,6 +703,17 @@ void make_expert_ffn_backward(const Operation& operation, Random& random, Call* 
       operand->is_read = [args] { return args->h == nullptr; };
     }
   }
+  const bool needs_v_in = ranks.in > 0 && (args->dx_rows != nullptr || args->d_lora_a_in != nullptr);
+  const auto add_v = [&](const char* name, const ab_tensor** field, int64_t rank, bool is_needed) {
+    if (rank == 0 || !(has_h || is_needed) || adapters.chance(0.5)) return;
+    if (has_h) {
+      call->output(name, field, dtype, {s.R, rank}).is_read = [args] { return args->h == nullptr; };
+    } else {
+      call->input(name, field, dtype, {s.R, rank}).finite = true;
+    }
+  };
+  add_v(ARGUMENT(lora_v_in), ranks.in, needs_v_in);
+  add_v(ARGUMENT(lora_v_out), ranks.out, args->d_lora_a_out != nullptr);
   if (has_h) {
     const Operand& h = call->input(ARGUMENT(h), dtype, {s.R, s.P, s.F});
     if (random.chance(0.6)) {
@@ -618,10 +730,11 @@ void make_expert_ffn_backward(const Operation& operation, Random& random, Call* 
     if (random.chance(0.5)) call->output(ARGUMENT(d_weights), AB_FLOAT32, slots_of(s, args));
   } else {
     const bool dx_needs_dh = args->dx_rows != nullptr && args->dh_q == nullptr;
-    if (dx_needs_dh || args->d_w_in != nullptr || args->d_b_in != nullptr) {
+    if (dx_needs_dh || args->d_w_in != nullptr || args->d_b_in != nullptr || args->d_lora_b_in != nullptr ||
+        (needs_v_in && args->lora_v_in == nullptr)) {
       call->input(ARGUMENT(dh), dtype, {s.R, s.P, s.F}).finite = true;
     }
-    if (requests_d_w_out) call->input(ARGUMENT(weighted_a), dtype, {s.R, s.F}).finite = true;
+    if (requests_d_w_out || requests_out_factors) call->input(ARGUMENT(weighted_a), dtype, {s.R, s.F}).finite = true;
   }
   call->options.push_back({"accumulate", &args->accumulate});
   if (random.chance(0.5)) choose_layout(random, call);

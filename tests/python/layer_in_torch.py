@@ -4,8 +4,10 @@ import numpy as np
 import torch
 
 import in_torch
+from anabranch.lora import NAMES
 from anabranch.torch import moe, route, routed_experts
 from anabranch.torch.layer.gate import gate_logits
+from lora_cases import takes_factors
 
 _TENSORS = ("expert_bias", "token_mask", "forced_experts")
 _POSITIONAL = ("x", "experts", "weights", "w_in", "w_out")
@@ -30,7 +32,7 @@ def run(present, seed, options):
     """Result, gradients and cotangents of `moe`, all as arrays; see `moe_cases.run_layer`."""
     settings = _options(options)
     result, pull = in_torch.vjp(
-        lambda x, gate, w_in, w_out, **rest: moe(x, gate, w_in, w_out, **rest, **settings),
+        lambda x, gate, w_in, w_out, **rest: takes_factors(moe)(x, gate, w_in, w_out, **rest, **settings),
         {name: np.asarray(array) for name, array in present.items()},
     )
     found = in_torch.arrays(result)
@@ -50,8 +52,8 @@ def run_routed(present, experts, seed, options):
 
     def layer(**given):
         main = given | {"experts": selection}
-        rest = {name: given[name] for name in ("b_in", "b_out") if name in given}
-        return routed_experts(*(main[name] for name in _POSITIONAL), **rest, **options)
+        rest = {name: given[name] for name in ("b_in", "b_out", *NAMES) if name in given}
+        return takes_factors(routed_experts)(*(main[name] for name in _POSITIONAL), **rest, **options)
 
     result, pull = in_torch.vjp(layer, {name: np.asarray(array) for name, array in present.items()})
     found = in_torch.arrays(result)

@@ -9,9 +9,10 @@ import frameworks
 from anabranch.activation import Activation, as_activation
 from anabranch.jax import moe, route
 from anabranch.layouts import IN_LAYOUTS, OURS, OUT_LAYOUTS, Layouts
-from anabranch.lora import NAMES, Lora
+from anabranch.lora import NAMES
 from anabranch.reference import moe as reference
 from anabranch.reference.router import route as reference_route
+from lora_cases import as_lora, oracle_options, with_factors
 from oracle import assert_close, assert_close_per_expert
 
 # float32: 2e-6 times 4, for GEMMs over D and F with at most a few hundred terms and the sums after them.
@@ -29,7 +30,7 @@ TWO_INPUTS = (
     Activation.situ(0.7, 0.9),
 )
 """Activations whose limits clamp many elements."""
-EXPERT_AXIS = {"gate": 1, "gate_bias": 0, "w_in": 0, "w_out": 0, "b_in": 0, "b_out": 0}
+EXPERT_AXIS = {"gate": 1, "gate_bias": 0, "w_in": 0, "w_out": 0, "b_in": 0, "b_out": 0} | dict.fromkeys(NAMES, 0)
 
 
 def operands(T, E, K, D, F, *, parts=2, dtype="float32", bias=False, seed=0, skew=1.0, cold=0):
@@ -58,33 +59,6 @@ def operands(T, E, K, D, F, *, parts=2, dtype="float32", bias=False, seed=0, ske
         "b_out": normal(E, D) if bias else None,
     }
     return arrays
-
-
-def with_lora(arrays, ranks, shared=(), seed=7):
-    """The arrays and factors of adapters, as large as the weights, by the names lora_a_in and so on.
-
-    ranks: (r, q), 0: no adapter. shared: the fields of Lora that all experts share.
-    """
-    (E, D, P, F), (r, q) = arrays["w_in"].shape, ranks
-    rng = np.random.default_rng(seed)
-    shapes = {"a_in": (D, r), "b_in": (r, P, F), "a_out": (F, q), "b_out": (q, D)}
-    factors = {}
-    for name, shape in shapes.items():
-        if 0 not in shape:
-            factor = shape[0] ** -0.5 * rng.standard_normal((1 if name in shared else E, *shape))
-            factors[f"lora_{name}"] = factor.astype(arrays["x"].dtype)
-    return arrays | factors
-
-
-def lora_of(arrays):
-    """The factors among the arrays, None without any."""
-    lora = Lora(*map(arrays.get, NAMES))
-    return None if all(factor is None for factor in lora) else lora
-
-
-def has_one_per_expert(name, gradient, num_experts):
-    """Whether a gradient has a slice per expert."""
-    return name in EXPERT_AXIS or (name in NAMES and len(gradient) == num_experts)
 
 
 ROUTING = (
@@ -190,7 +164,7 @@ def run_layer(arrays, *, seed=1, put=None, **options):
 
     def layer(present, given):
         rest = {name: present[name] for name in ("gate_bias", "b_in", "b_out") if name in present}
-        rest["lora"] = lora_of(present)
+        rest["lora"] = as_lora(present)
         return moe(present["x"], present["gate"], present["w_in"], present["w_out"], **rest, **given, **settings)
 
     x = present["x"]
@@ -226,14 +200,14 @@ def expected_layer(arrays, cotangents, *, kept=None, **options):
         "gate_bias": arrays.get("gate_bias"),
         "b_in": arrays["b_in"],
         "b_out": arrays["b_out"],
-        "lora": lora_of(arrays),
         "experts": selected(arrays, options),
+        **oracle_options(arrays),
     }
     if options.get("forced_experts") is not None:
         settings.pop("experts")
     kept_as = saved_dtype(options.get("activation", "silu"), str(arrays["x"].dtype))
     gradients = reference.moe_backward(*main, *cotangents, **settings, saved_dtype=kept_as)
-    gradients |= dict(zip(NAMES, gradients.pop("lora") or Lora(), strict=True))
+    gradients = with_factors(gradients)
     return reference.moe(*main, **settings), gradients, gate_terms(arrays, settings, gradients)
 
 
@@ -255,8 +229,8 @@ def assert_layer(result, gradients, expected, dtype, *, tiny=False, weights_boun
         if tiny and np.linalg.norm(got - want) <= (1e-6 if terms is None else dtype_bound * np.linalg.norm(terms)):
             continue
         assert_close(got, want, dtype_bound, f"d_{name}")
-        if not tiny and has_one_per_expert(name, want, len(expected.tokens_per_expert)):
-            assert_close_per_expert(got, want, 4 * dtype_bound, f"d_{name}", EXPERT_AXIS.get(name, 0), terms)
+        if not tiny and name in EXPERT_AXIS:
+            assert_close_per_expert(got, want, 4 * dtype_bound, f"d_{name}", EXPERT_AXIS[name], terms)
 
 
 def check_layer(arrays, *, tiny=False, kept=None, weights_bound=1e-5, **options):

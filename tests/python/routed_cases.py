@@ -6,19 +6,10 @@ import numpy as np
 
 import frameworks
 from anabranch.jax import routed_experts
-from anabranch.lora import NAMES, Lora
+from anabranch.lora import NAMES
 from anabranch.reference import moe as reference
-from moe_cases import (
-    BOUND,
-    EXPERT_AXIS,
-    has_one_per_expert,
-    in_our_layout,
-    layouts_of,
-    lora_of,
-    operands,
-    saved_dtype,
-    stored,
-)
+from lora_cases import as_lora, oracle_options, with_factors
+from moe_cases import BOUND, EXPERT_AXIS, in_our_layout, layouts_of, operands, saved_dtype, stored
 from oracle import assert_close, assert_close_per_expert
 
 POSITIONAL = ("x", "experts", "weights", "w_in", "w_out")
@@ -56,7 +47,7 @@ def run_routed(arrays, *, seed=1, put=None, **options):
     def layer(present, experts):
         main = present | {"experts": experts}
         rest = {name: present[name] for name in ("b_in", "b_out") if name in present}
-        rest["lora"] = lora_of(present)
+        rest["lora"] = as_lora(present)
         return routed_experts(*(main[name] for name in POSITIONAL), **rest, **options)
 
     @jax.jit
@@ -79,15 +70,13 @@ def split(result):
 def check_routed(arrays, *, kept=None, tiny=False, **options):
     """Compares output, counts and every gradient with the oracle; arguments: see `check_layer`."""
     (output, counts, dropped), gradients, d_output = run_routed(arrays, **options)
-    names = ("activation", "weight_early", "align_size")
+    names = ("activation", "weight_early", "align_size", "lora_scale")
     settings = {name: options[name] for name in names if name in options} | {"kept": kept}
-    if "lora_scale" in options:
-        settings["lora_scale"] = options["lora_scale"]
-    settings["lora"], arrays = lora_of(arrays), {name: a for name, a in arrays.items() if name not in NAMES}
-    expected = reference.routed_experts(**arrays, **settings)
+    settings |= oracle_options(arrays)
+    given = {name: array for name, array in arrays.items() if name not in NAMES}
+    expected = reference.routed_experts(**given, **settings)
     settings["saved_dtype"] = saved_dtype(options.get("activation", "silu"), str(arrays["x"].dtype))
-    expected_gradients = reference.routed_experts_backward(**arrays, **settings, d_output=d_output)
-    expected_gradients |= dict(zip(NAMES, expected_gradients.pop("lora") or Lora(), strict=True))
+    expected_gradients = with_factors(reference.routed_experts_backward(**given, **settings, d_output=d_output))
     bound = BOUND[str(arrays["x"].dtype)]
     assert_close(output, expected.output, bound, "output")
     np.testing.assert_array_equal(counts, expected.tokens_per_expert)
@@ -101,6 +90,6 @@ def check_routed(arrays, *, kept=None, tiny=False, **options):
         if name == "weights":  # zero for -1, wrong and dropped assignments
             none = (arrays["experts"] < 0) | (arrays["experts"] >= len(arrays["w_in"]))
             assert not got[none if kept is None else none | ~kept].any()
-        if not tiny and has_one_per_expert(name, want, len(arrays["w_in"])):
-            assert_close_per_expert(got, want, 4 * bound, f"d_{name}", EXPERT_AXIS.get(name, 0))
+        if not tiny and name in EXPERT_AXIS:
+            assert_close_per_expert(got, want, 4 * bound, f"d_{name}", EXPERT_AXIS[name])
     return output, gradients

@@ -4,11 +4,13 @@ from anabranch._library import LibraryError
 from anabranch._packages import needed_by
 from anabranch.activation import Activation
 from anabranch.dense_router import RoutingMapFormat
+from anabranch.lora import Lora
 
 with needed_by("anabranch.torch"):
     from anabranch.torch.ops.balance import fused_moe_aux_loss, load_balance_loss, z_loss
 from anabranch.torch.layer.clipping import clip_grad_norm_
 from anabranch.torch.layer.data_parallel import ddp_ignore_experts
+from anabranch.torch.layer.lora import add_lora, init_lora, join_lora, merge_lora
 from anabranch.torch.layer.module import MoE
 from anabranch.torch.layer.moe import MoEOutput, moe
 from anabranch.torch.layer.routed_experts import RoutedExpertsOutput, routed_experts
@@ -31,6 +33,7 @@ from anabranch.torch.te.router import fused_compute_score_for_moe_aux_loss, fuse
 __all__ = [
     "Activation",
     "LibraryError",
+    "Lora",
     "MoE",
     "MoEOutput",
     "Plan",
@@ -38,6 +41,7 @@ __all__ = [
     "RoutedExpertsOutput",
     "Routing",
     "RoutingMapFormat",
+    "add_lora",
     "clip_grad_norm_",
     "combine",
     "ddp_ignore_experts",
@@ -47,7 +51,10 @@ __all__ = [
     "fused_moe_aux_loss",
     "fused_topk_with_score_function",
     "grouped_matmul",
+    "init_lora",
+    "join_lora",
     "load_balance_loss",
+    "merge_lora",
     "moe",
     "moe_permute",
     "moe_permute_and_pad_with_probs",

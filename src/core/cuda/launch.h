@@ -6,7 +6,9 @@
 #include <cstddef>
 
 #include "anabranch/types.h"
+#include "core/cuda/device.h"
 #include "core/cuda/failure.h"
+#include "core/cuda/kernel_attributes.h"
 #include "core/status.h"
 
 namespace anabranch::cuda {
@@ -40,57 +42,23 @@ constexpr unsigned kOverlappingGenerations = [] {
   return generations;
 }();
 
-// Whether the current device belongs to one of these generations. A device of another generation may run code for an
-// older one, which does not wait.
-template <unsigned kGenerations>
-bool can_overlap() {
-  int device = 0;
-  int major = 0;
-  return kGenerations != 0 && cudaGetDevice(&device) == cudaSuccess &&
-         cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device) == cudaSuccess && major < 32 &&
-         (kGenerations >> major & 1u) != 0;
-}
-
-// Limits the shared memory of an SM to `bytes` for the kernel's blocks, plus what the system reserves. This is a hint:
-// its failure does not fail the launch.
-template <class Kernel>
-void share_memory(Kernel kernel, size_t bytes) {
-  constexpr size_t kReservedBytes = 16 << 10;  // 1 KiB per block
-  int device = 0;
-  int capacity = 0;
-  if (cudaGetDevice(&device) == cudaSuccess &&
-      cudaDeviceGetAttribute(&capacity, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device) == cudaSuccess &&
-      capacity > 0) {
-    const size_t percent = (bytes + kReservedBytes) * 100 / static_cast<size_t>(capacity) + 1;
-    if (cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout,
-                             static_cast<int>(percent < 100 ? percent : 100)) == cudaSuccess) {
-      return;
-    }
-  }
-  cudaGetLastError();  // clear it
+// Whether a device belongs to one of these generations. A device of another generation may run code for an older one,
+// which does not wait.
+constexpr bool can_overlap(unsigned generations, const Device& device) {
+  const int major = device.capability / 10;
+  return major < 32 && (generations >> major & 1u) != 0;
 }
 
 template <unsigned kGenerations = kOverlappingGenerations, class... Parameters, class... Arguments>
 ab_status launch(const char* name, void (*kernel)(Parameters...), const Launch& shape, const Arguments&... arguments) {
   if (shape.blocks == 0) return ok();
   AB_RETURN_IF_ERROR(check_blocks(name, shape.blocks));
-  constexpr size_t kDefaultSharedBytes = 48 << 10;
-  if (shape.shared_bytes > kDefaultSharedBytes) {
-    const cudaError_t failure =
-        cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shape.shared_bytes));
-    if (failure == cudaErrorInvalidValue) {
-      cudaGetLastError();  // clear it
-      return error(AB_UNSUPPORTED, "%s: a block needs %zu bytes of shared memory, more than the device has", name,
-                   shape.shared_bytes);
-    }
-    if (failure != cudaSuccess) return failed(name, failure);
-  }
-  if (shape.resident_blocks > 0) {
-    share_memory(kernel, shape.shared_bytes * static_cast<size_t>(shape.resident_blocks));
-  }
+  const void* const address = reinterpret_cast<const void*>(kernel);
+  Device device;
+  if (const cudaError_t failure = current_device(&device); failure != cudaSuccess) return failed(name, failure);
   cudaLaunchAttribute attributes[2]{};
   unsigned count = 0;
-  if (shape.overlaps_previous && can_overlap<kGenerations>()) {
+  if (shape.overlaps_previous && can_overlap(kGenerations, device)) {
     attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
     attributes[count++].val.programmaticStreamSerializationAllowed = 1;
   }
@@ -105,7 +73,15 @@ ab_status launch(const char* name, void (*kernel)(Parameters...), const Launch& 
   config.stream = shape.stream;
   config.attrs = attributes;
   config.numAttrs = count;
-  const cudaError_t failure = cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+  cudaError_t failure = cudaSuccess;
+  for (bool first_attempt = true;; first_attempt = false) {
+    AB_RETURN_IF_ERROR(prepare_shared_memory(name, address, device, shape.shared_bytes, shape.resident_blocks));
+    failure = cudaLaunchKernelEx(&config, kernel, static_cast<Parameters>(arguments)...);
+    if (failure != cudaErrorInvalidValue || !first_attempt) break;
+    // The cached attributes may be those of another context, or of the device before a reset.
+    cudaGetLastError();  // clear it
+    forget_kernel_attributes(address, device);
+  }
   return failure == cudaSuccess ? ok() : failed(name, failure);
 }
 

@@ -57,21 +57,22 @@ struct Backward {
              uses_power_of_two_scales(args)},
         d_y(take_d_y()),
         dots(args.d_weights == nullptr ? nullptr : workspace.take<float>(max_parts() * s.R)),
-        lora_a_in(workspace, args.lora_a_in, s.dtype, s.E),
-        lora_b_in(workspace, args.lora_b_in, s.dtype, s.E, parts.order.interleaved),
-        lora_a_out(workspace, args.lora_a_out, s.dtype, s.E),
-        lora_b_out(workspace, args.lora_b_out, s.dtype, s.E),
+        lora_a_in(factor(args.lora_a_in, args.dx_rows != nullptr || computes_u())),
+        lora_b_in(factor(args.lora_b_in, computes_v_in(), parts.order.interleaved)),
+        lora_a_out(factor(args.lora_a_out, args.h != nullptr || args.d_lora_b_out != nullptr)),
+        lora_b_out(factor(args.lora_b_out, computes_v_out())),
         lora_u(low_rank_rows(args.lora_u, args.d_lora_b_in != nullptr, s.rank_in)),
         lora_z(low_rank_rows(nullptr, args.d_lora_b_out != nullptr, s.rank_out)),
         lora_v_in(low_rank_rows(args.lora_v_in, needs_v_in(), s.rank_in)),
         lora_v_out(low_rank_rows(args.lora_v_out, needs_v_out(), s.rank_out)),
         d_lora_b_in(workspace, args.d_lora_b_in, args.d_lora_b_in != nullptr && parts.order.interleaved),
-        products(workspace, threads, widest(), std::min(widest(), kTileColumns)) {
+        products(workspace, threads, s.R, widest(), std::min(widest(), kTileColumns)) {
     take_weights();
   }
 
   int64_t widest() const { return std::max({s.D, s.P * s.F, s.rank_in, s.rank_out}); }
 
+  bool computes_u() const { return args.d_lora_b_in != nullptr && args.lora_u == nullptr; }
   bool needs_v_in() const {
     return s.rank_in > 0 && (args.dx_rows != nullptr || args.d_lora_a_in != nullptr || args.lora_v_in != nullptr);
   }
@@ -128,6 +129,10 @@ struct Backward {
 
   Matrix row_buffer(bool needed, int64_t columns) {
     return {workspace.take_rows(needed ? s.R : 0, columns, args.x->dtype), args.x->dtype, columns, nullptr};
+  }
+
+  Factor factor(const ab_tensor* tensor, bool needed, bool interleaved = false) {
+    return {workspace, needed ? tensor : nullptr, s.dtype, s.E, interleaved};
   }
 
   Matrix low_rank_rows(const ab_tensor* tensor, bool needed, int64_t rank) {
@@ -251,7 +256,7 @@ struct Backward {
     }
     if (args.d_lora_a_in != nullptr) gradient_of_matrix(false, x, s.D, lora_v_in, s.rank_in, args.d_lora_a_in);
     if (args.d_lora_b_in == nullptr) return;
-    if (args.lora_u == nullptr) {
+    if (computes_u()) {
       multiply_low_rank(products, threads, rows, x, s.D, lora_a_in.matrices(false), args.lora_scale_in, lora_u,
                         s.rank_in);
     }

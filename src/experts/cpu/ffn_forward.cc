@@ -51,10 +51,10 @@ struct Forward {
         lora_a_in(workspace, args.lora_a_in, s.dtype, s.E),
         lora_b_in(workspace, args.lora_b_in, s.dtype, s.E, product_parts.order.interleaved),
         lora_a_out(workspace, args.lora_a_out, s.dtype, s.E),
-        lora_b_out(workspace, args.lora_b_out, s.dtype, s.E),
+        lora_b_out(workspace, args.y != nullptr ? args.lora_b_out : nullptr, s.dtype, s.E),
         lora_u(take_low_rank_rows(workspace, args.lora_u, s.rank_in > 0, s.R, s.rank_in, s.dtype)),
         lora_z(take_low_rank_rows(workspace, args.lora_z, s.rank_out > 0, s.R, s.rank_out, s.dtype)),
-        products(workspace, threads, std::max({s.D, s.P * s.F, s.rank_in, s.rank_out}),
+        products(workspace, threads, s.R, std::max({s.D, s.P * s.F, s.rank_in, s.rank_out}),
                  std::max(std::min(std::max({s.D, s.rank_in, s.rank_out}), kTileColumns),
                           s.P * std::min(s.F, kTileColumns))) {
     take_weights();
@@ -97,14 +97,19 @@ struct Forward {
     x.rows = rows.tokens;
   }
 
-  void compute_low_rank_in() {
+  void fill_factors() {
     for (const Factor* factor : {&lora_a_in, &lora_b_in, &lora_a_out, &lora_b_out}) factor->fill(threads);
+  }
+
+  // u = scale_in x A_in.
+  void compute_u() {
     if (s.rank_in == 0) return;
     multiply_low_rank(products, threads, rows, matrix_of(args.x, 0, s.D, rows.tokens), s.D, lora_a_in.matrices(false),
                       args.lora_scale_in, lora_u, s.rank_in);
   }
 
-  void compute_low_rank_out() {
+  // z = scale_out a A_out.
+  void compute_z() {
     if (s.rank_out == 0) return;
     multiply_low_rank(products, threads, rows, a, s.F, lora_a_out.matrices(false), args.lora_scale_out, lora_z,
                       s.rank_out);
@@ -225,9 +230,10 @@ ab_status ab_expert_ffn_forward(const ab_expert_ffn_forward_args* args, const ab
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
   op.rows.fill(op.threads, args->group_sizes, args->slot_of_row, args->weights, s.T, s.K);
   op.quantize();
-  op.compute_low_rank_in();
+  op.fill_factors();
+  op.compute_u();
   op.compute_up();
-  op.compute_low_rank_out();
+  op.compute_z();
   op.compute_down();
   return op.products.status();
 }

@@ -20,7 +20,8 @@ struct GroupedMatmul {
       : threads(threads_for(exec, s.R, s.D * s.N)),
         workspace(memory),
         rows(workspace, s.R, s.E, false, false),
-        products(workspace, threads, std::max({s.D, s.N, s.rank}), std::min(std::max(s.N, s.rank), kTileColumns)) {}
+        products(workspace, threads, s.R, std::max({s.D, s.N, s.rank}), std::min(std::max(s.N, s.rank), kTileColumns)) {
+  }
 };
 
 }  // namespace

@@ -32,7 +32,7 @@ struct GroupedMatmulCombine {
         rows(workspace, s.R, s.E, true, is_early()),
         operands(workspace, args, s),
         adapter(workspace, args, s, s.rows_dtype),
-        products(workspace, threads, std::max({s.D, s.N, s.rank}), std::min(std::max(s.N, s.rank), kTileColumns)),
+        products(workspace, threads, s.R, std::max({s.D, s.N, s.rank}), std::min(std::max(s.N, s.rank), kTileColumns)),
         y{workspace.take_rows(s.R, s.N, s.rows_dtype), s.rows_dtype, 2, {s.R, s.N}, nullptr},
         for_sum(*exec) {}
 

@@ -1,28 +1,35 @@
 #include "experts/cpu/lora.h"
 
+#include <utility>
+
 #include "core/dtype.h"
 #include "core/threads.h"
 
 namespace anabranch {
 namespace {
 
-// Copies row (e, m) of a factor [E or 1, M, N] or [E or 1, M, P, F] through its strides, P inside F if interleaved.
-template <class From, class To>
-void copy_row(const ab_tensor& from, int64_t e, int64_t m, bool interleaved, To* to) {
-  const int64_t P = from.rank == 4 ? from.shape[2] : 1;
-  const int64_t F = from.shape[from.rank - 1];
-  const int64_t p_stride = from.rank == 4 ? stride_of(from, 2) : 0;
-  const int64_t f_stride = stride_of(from, from.rank - 1);
-  const From* row = data<const From>(&from) + e * stride_of(from, 0) + m * stride_of(from, 1);
-  for (int64_t p = 0; p < P; ++p) {
-    To* part = to + (interleaved ? p : p * F);
-    const int64_t step = interleaved ? P : 1;
-    for (int64_t f = 0; f < F; ++f) part[f * step] = from_float<To>(to_float(row[p * p_stride + f * f_stride]));
-  }
+// Whether the last two axes of [E or 1, M, N] are swapped in memory, without gaps.
+bool is_contiguous_transposed(const ab_tensor& factor) {
+  ab_tensor swapped = factor;
+  int64_t strides[] = {stride_of(factor, 0), stride_of(factor, 2), stride_of(factor, 1)};
+  std::swap(swapped.shape[1], swapped.shape[2]);
+  swapped.strides = strides;
+  return is_contiguous(swapped);
 }
 
 int64_t columns_of(const ab_tensor& factor) {
   return factor.rank == 4 ? factor.shape[2] * factor.shape[3] : factor.shape[2];
+}
+
+// Copies columns [P, F] from their strides, P inside F if interleaved.
+template <class From, class To>
+void copy_columns(const From* from, int64_t P, int64_t p_stride, int64_t F, int64_t f_stride, bool interleaved,
+                  To* to) {
+  for (int64_t p = 0; p < P; ++p) {
+    To* part = to + (interleaved ? p : p * F);
+    const int64_t step = interleaved ? P : 1;
+    for (int64_t f = 0; f < F; ++f) part[f * step] = from_float<To>(to_float(from[p * p_stride + f * f_stride]));
+  }
 }
 
 }  // namespace
@@ -31,7 +38,9 @@ Factor::Factor(Workspace& workspace, const ab_tensor* tensor, int32_t dtype, int
     : dtype_(dtype), interleaved_(interleaved) {
   if (tensor == nullptr) return;
   shared_ = tensor->shape[0] == 1 && E != 1;
-  if (tensor->dtype == dtype && is_contiguous(*tensor) && !interleaved) {
+  is_transposed_ = tensor->rank == 3 && stride_of(*tensor, 1) < stride_of(*tensor, 2);
+  const bool is_ready = is_transposed_ ? is_contiguous_transposed(*tensor) : is_contiguous(*tensor) && !interleaved;
+  if (tensor->dtype == dtype && is_ready) {
     data_ = tensor->data;
     return;
   }
@@ -40,13 +49,18 @@ Factor::Factor(Workspace& workspace, const ab_tensor* tensor, int32_t dtype, int
 }
 
 void Factor::fill(int threads) const {
-  if (from_ == nullptr) return;
-  const int64_t M = from_->shape[1];
-  const int64_t N = columns_of(*from_);
-  parallel_for(threads, from_->shape[0] * M, [&](int64_t row, int) {
+  if (from_ == nullptr || data_ == nullptr) return;
+  const int32_t row_axis = is_transposed_ ? 2 : 1;
+  const int32_t column_axis = from_->rank == 4 ? 3 : 3 - row_axis;
+  const int64_t rows = from_->shape[row_axis];
+  const int64_t P = from_->rank == 4 ? from_->shape[2] : 1;
+  const int64_t F = from_->shape[column_axis];
+  parallel_for(threads, from_->shape[0] * rows, [&](int64_t row, int) {
+    const int64_t offset = row / rows * stride_of(*from_, 0) + row % rows * stride_of(*from_, row_axis);
     with_float_type(from_->dtype, [&]<class From>(From) {
       with_float_type(dtype_, [&]<class To>(To) {
-        copy_row<From>(*from_, row / M, row % M, interleaved_, static_cast<To*>(data_) + row * N);
+        copy_columns(data<const From>(from_) + offset, P, stride_of(*from_, 2), F, stride_of(*from_, column_axis),
+                     interleaved_, static_cast<To*>(data_) + row * P * F);
       });
     });
   });

@@ -11,18 +11,21 @@
 namespace anabranch {
 
 // A factor [E or 1, M, N] of the dtype of the rows that multiply it: the caller's memory, or a copy in the workspace.
+// The axis with the larger stride stays the outer one, so a factor and its transposed view have the same matrices in
+// memory.
 class Factor {
  public:
   Factor() = default;
 
-  // tensor: [E or 1, M, N], or [E or 1, M, P, F] with N = P F columns; nullptr: none. interleaved: P is inside F.
+  // tensor: [E or 1, M, N], or [E or 1, M, P, F] with N = P F columns; nullptr: none. interleaved: P is inside F, for
+  // four axes.
   Factor(Workspace& workspace, const ab_tensor* tensor, int32_t dtype, int64_t E, bool interleaved = false);
 
   // Makes the copy.
   void fill(int threads) const;
 
   // The factor, or its transpose, as operand B.
-  ExpertMatrices matrices(bool transposed) const { return {data_, dtype_, transposed, {}, shared_}; }
+  ExpertMatrices matrices(bool transposed) const { return {data_, dtype_, transposed != is_transposed_, {}, shared_}; }
 
  private:
   const ab_tensor* from_ = nullptr;  // nullptr: no copy is needed
@@ -30,6 +33,7 @@ class Factor {
   int32_t dtype_ = AB_FLOAT32;
   bool shared_ = false;
   bool interleaved_ = false;
+  bool is_transposed_ = false;  // data_ is [N, M]
 };
 
 // u = factor x op(A[e]), rounded to the dtype of u. x [R, D], u [R, rank].

@@ -28,6 +28,13 @@ bool as_bf16(const Matrix& a, const Matrix& b) {
 }
 constexpr int64_t kBf16Depth = 2 * kTileDepth;
 
+// Bytes of a float32 block, with padding rows. Twice as many bfloat16 terms fit. Blocks begin at cache lines.
+int64_t block_bytes(int64_t rows, int64_t columns) {
+  constexpr int64_t kCacheLine = 64;
+  const int64_t padded_rows = (rows + kRowPadding - 1) / kRowPadding * kRowPadding;
+  return (padded_rows * columns * kFloat + kCacheLine - 1) / kCacheLine * kCacheLine;
+}
+
 // Copies rows in their stored dtype, gathered, and zeros the padding rows below.
 void copy_rows(const Matrix& m, int64_t rows, int64_t padded_rows, int64_t columns, char* to) {
   const int64_t size = dtype_size(m.dtype);
@@ -66,11 +73,13 @@ Matrix at(const Matrix& m, int64_t row, int64_t column) {
   return from;
 }
 
-Products::Products(Workspace& workspace, int threads, int64_t max_width, int64_t tile_columns)
+// Blocks are as small as the operands allow: large workspaces cost page faults in every call of a small layer.
+Products::Products(Workspace& workspace, int threads, int64_t rows, int64_t max_width, int64_t tile_columns)
     : kernels_(AB_SELECT_ISA(kExperts)),
-      a_bytes_(kTileRows * kTileDepth * kFloat),
-      b_bytes_(kTileDepth * std::min(max_width, kTileColumns) * kFloat),
-      c_bytes_(kTileRows * tile_columns * kFloat),
+      a_bytes_(std::max(block_bytes(std::min(rows, kTileRows), std::min(max_width, kTileDepth)),
+                        block_bytes(std::min(rows, kTileDepth), std::min(max_width, kTileRows)))),
+      b_bytes_(block_bytes(std::min(std::max(rows, max_width), kTileDepth), std::min(max_width, kTileColumns))),
+      c_bytes_(block_bytes(std::min(std::max(rows, max_width), kTileRows), tile_columns)),
       memory_(workspace.take<char>(threads * (a_bytes_ + b_bytes_ + c_bytes_))) {}
 
 float* Products::tile(int thread) const {

@@ -34,12 +34,13 @@ struct RightHandSide {
 class Products {
  public:
   // Takes per-thread memory from the workspace: for blocks of op(A) with at most kTileRows rows, for blocks of op(B)
-  // with at most kTileColumns columns and no dimension above `max_width`, and for a tile of results.
-  Products(Workspace& workspace, int threads, int64_t max_width, int64_t tile_columns);
+  // with at most kTileColumns columns, and for a tile of results. `rows` bounds the rows of a tile that is no weight
+  // gradient, and the terms of a weight gradient. `max_width` bounds all other dimensions.
+  Products(Workspace& workspace, int threads, int64_t rows, int64_t max_width, int64_t tile_columns);
 
   const ExpertKernels& kernels() const { return kernels_; }
 
-  // A thread's tile of results, [kTileRows, tile_columns].
+  // A thread's tile of results, with tile_columns columns.
   float* tile(int thread) const;
 
   // c (+)= op(A) op(B) for each right-hand side, with k terms per sum. If A is not transposed, c must have space for m

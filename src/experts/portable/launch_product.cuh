@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "core/cuda/device.h"
 #include "core/cuda/vector.cuh"
 #include "experts/cuda/ops/low_rank.h"
 #include "experts/cuda/ops/tiles/row_tile_scheduler.cuh"
@@ -18,13 +19,9 @@ using ElementOf =
 // Resident CTAs per SM on the current device.
 template <class Shape>
 int blocks_at_a_time() {
-  int device = 0;
-  int bytes = 0;
-  if (cudaGetDevice(&device) != cudaSuccess ||
-      cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerMultiprocessor, device) != cudaSuccess) {
-    return 1;
-  }
-  return std::clamp(bytes / kSharedBytes<Shape>, 1, Shape::kBlocks);
+  Device device;
+  if (current_device(&device) != cudaSuccess) return 1;
+  return std::clamp(device.shared_bytes / kSharedBytes<Shape>, 1, Shape::kBlocks);
 }
 
 // tiles: upper bound on the number of tiles.

@@ -4,7 +4,9 @@
 // devices, use the latter.
 #pragma once
 
+#include "core/cuda/device.h"
 #include "core/cuda/failure.h"
+#include "core/cuda/kernel_attributes.h"
 #include "core/status.h"
 
 namespace anabranch::cuda {
@@ -34,11 +36,15 @@ struct KernelsBySize {
 // Chooses the instance for logits of `size` bytes that has code for the current device.
 template <class Call>
 ab_status choose_by_size(const char* name, const KernelsBySize<Call>& kernels, size_t size, void (**chosen)(Call)) {
-  cudaFuncAttributes attributes{};
-  const cudaError_t failure = cudaFuncGetAttributes(&attributes, kernels.any_size);
+  Device device;
+  int ptx_version = 0;
+  cudaError_t failure = current_device(&device);
+  if (failure == cudaSuccess) {
+    failure = find_ptx_version(reinterpret_cast<const void*>(kernels.any_size), device, &ptx_version);
+  }
   if (failure != cudaSuccess) return failed(name, failure);
   constexpr int kHopper = 90;
-  *chosen = attributes.ptxVersion < kHopper ? kernels.any_size : size == 2 ? kernels.two_bytes : kernels.four_bytes;
+  *chosen = ptx_version < kHopper ? kernels.any_size : size == 2 ? kernels.two_bytes : kernels.four_bytes;
   return ok();
 }
 

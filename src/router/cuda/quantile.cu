@@ -15,6 +15,7 @@
 #include <algorithm>
 
 #include "balance/token_tiles.h"
+#include "core/cuda/device.h"
 #include "core/cuda/dynamic_memory.cuh"
 #include "core/cuda/launch.h"
 #include "core/cuda/shared_array.cuh"
@@ -262,11 +263,9 @@ void (*select_kernel(int32_t score_function))(QuantileCall) {
 
 // The available shared memory per block on the current device.
 int64_t shared_bytes() {
-  int device = 0;
-  int bytes = 0;
-  if (cudaGetDevice(&device) != cudaSuccess) return 0;
-  if (cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess) return 0;
-  return std::min<int64_t>(kMaxSharedBytes, bytes);
+  Device device;
+  if (current_device(&device) != cudaSuccess) return 0;
+  return std::min<int64_t>(kMaxSharedBytes, device.max_block_shared_bytes);
 }
 
 }  // namespace

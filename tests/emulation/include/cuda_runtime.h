@@ -162,7 +162,7 @@ inline float __fmul_rn(float a, float b) { return a * b; }
 inline void cudaGridDependencySynchronize() {}
 inline void cudaTriggerProgrammaticLaunchCompletion() {}
 
-// --- The runtime: one device of compute capability 8.0. Its memory is host memory.
+// --- The runtime: equal devices of compute capability 8.0. Their memory is host memory.
 enum cudaError_t {
   cudaSuccess,
   cudaErrorInvalidValue,
@@ -182,7 +182,8 @@ enum cudaDeviceAttr {
   cudaDevAttrMaxSharedMemoryPerMultiprocessor,
   cudaDevAttrMaxSharedMemoryPerBlockOptin
 };
-constexpr int kMaxSharedBytes = 99 << 10;  // per block, on devices with the least
+constexpr int kMaxSharedBytes = 99 << 10;      // per block, on devices with the least
+constexpr int kDefaultSharedBytes = 48 << 10;  // per block, unless an attribute of the kernel allows more
 struct cudaFuncAttributes {
   int ptxVersion = 80;
 };
@@ -225,14 +226,24 @@ inline cudaError_t cudaGetDeviceCount(int* count) {
   return cudaSuccess;
 }
 inline cudaError_t cudaGetDevice(int* device) {
-  *device = 0;
+  *device = emulation::runtime.device;
   return cudaSuccess;
+}
+inline cudaError_t cudaDeviceReset() {
+  emulation::forget_limits();
+  return cudaSuccess;
+}
+// Counts a call that reads or sets an attribute, and returns its result.
+inline cudaError_t attribute_call() {
+  ++emulation::runtime.attribute_calls;
+  return emulation::runtime.attribute_calls_fail ? cudaErrorMemoryAllocation : cudaSuccess;
 }
 inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
   *properties = {};
   return cudaSuccess;
 }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  if (const cudaError_t failure = attribute_call(); failure != cudaSuccess) return failure;
   const cudaDeviceProp properties;
   switch (attribute) {
     case cudaDevAttrComputeCapabilityMajor: *value = properties.major; break;
@@ -289,19 +300,23 @@ inline cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t) { return cudaS
 inline cudaError_t cudaGraphDestroy(cudaGraph_t) { return cudaSuccess; }
 inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) { return cudaSuccess; }
 
-template <class Kernel>
-cudaError_t cudaFuncSetAttribute(Kernel, cudaFuncAttribute attribute, int value) {
-  const int limit = attribute == cudaFuncAttributeMaxDynamicSharedMemorySize ? kMaxSharedBytes : 100;  // percent
-  return value <= limit ? cudaSuccess : cudaErrorInvalidValue;
-}
-template <class Kernel>
-cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, Kernel) {
-  *attributes = {};
+inline cudaError_t cudaFuncSetAttribute(const void* kernel, cudaFuncAttribute attribute, int value) {
+  if (const cudaError_t failure = attribute_call(); failure != cudaSuccess) return failure;
+  if (attribute == cudaFuncAttributePreferredSharedMemoryCarveout)
+    return value <= 100 ? cudaSuccess : cudaErrorInvalidValue;
+  if (value > kMaxSharedBytes) return cudaErrorInvalidValue;
+  emulation::set_limit(kernel, value);
   return cudaSuccess;
+}
+inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
+  *attributes = {};
+  return attribute_call();
 }
 template <class... Parameters, class... Arguments>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...),
                                const Arguments&... arguments) {
+  const int limit = emulation::limit_of(reinterpret_cast<const void*>(kernel));
+  if (config->dynamicSmemBytes > static_cast<size_t>(max(limit, kDefaultSharedBytes))) return cudaErrorInvalidValue;
   emulation::run_grid(config->gridDim.x, static_cast<int>(config->blockDim.x), config->dynamicSmemBytes,
                       [&] { kernel(arguments...); });
   return cudaSuccess;

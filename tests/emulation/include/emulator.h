@@ -5,6 +5,7 @@
 // effect, so that a missing barrier or wait shows in the results. Only barriers and waits order the threads.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <functional>
@@ -56,6 +57,19 @@ T value_of_lane(const T& value, int lane) {
 void start_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t padded_bytes);
 void end_group();
 void wait_for_groups(int pending);
+
+// The state of the runtime that tests set and read. All threads have the same current device.
+struct Runtime {
+  std::atomic<int> device{0};
+  std::atomic<int> attribute_calls{0};  // calls that read or set an attribute of a device or of a kernel
+  std::atomic<bool> attribute_calls_fail{false};
+};
+extern Runtime runtime;
+
+// The limit of a kernel's dynamic shared memory on the current device; 0 if none was set.
+void set_limit(const void* kernel, int bytes);
+int limit_of(const void* kernel);
+void forget_limits();  // of all kernels on the current device
 
 [[noreturn]] void fail(const char* format, ...);
 

@@ -10,7 +10,8 @@ from anabranch.jax import Lora, expert_ffn, init_lora, join_lora, merge_lora, mo
 from anabranch.jax.linen import MoEBlock
 from anabranch.jax.nnx import MoE
 from anabranch.layouts import Layouts
-from moe_cases import operands, with_lora
+from lora_cases import with_lora
+from moe_cases import operands
 
 E, K, D, F, R = 4, 2, 12, 16, 3
 X = jnp.asarray(np.random.default_rng(0).standard_normal((9, D)), jnp.float32)

@@ -1,131 +1,33 @@
-"""Adapters of moe and routed_experts against the oracle; operands without a gradient cost nothing."""
+"""LoRA in moe and routed_experts against the oracle: output, losses, counts and every gradient, per expert."""
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 
-from anabranch.jax import Lora, moe, routed_experts
-from anabranch.lora import NAMES
-from moe_cases import check_layer, lora_of, operands, with_lora
+from frameworks import BOTH
+from lora_cases import CASES, SCALES, lora_factors
+from moe_cases import check_layer, operands
 from routed_cases import check_routed, routed_operands
 
-pytestmark = pytest.mark.usefixtures("platform")
+pytestmark = BOTH
 
-T, E, K, D, F = 61, 6, 2, 20, 28
-
-
-@pytest.mark.parametrize("weight_early", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize(
-    ("ranks", "shared"), [((5, 3), ()), ((4, 0), ("a_in",)), ((0, 9), ("b_out",)), ((2, 2), Lora._fields)]
-)
-def test_adapters_of_moe(ranks, shared, dtype, weight_early):
-    arrays = with_lora(operands(T, E, K, D, F, dtype=dtype, bias=True, cold=1), ranks, shared)
-    options = dict(aux_loss_coeff=0.3, z_loss_coeff=0.2, scaling_factor=1.4, lora_scale=(0.7, -1.2))
-    check_layer(arrays, topk=K, weight_early=weight_early, **options)
+T, E, K, D, F = 23, 6, 2, 12, 9
 
 
-@pytest.mark.parametrize("layouts", [("pfd", "df"), ("dfp", "fd"), ("fpd", "df")])
-@pytest.mark.parametrize("align_size", [0, 8])
-def test_adapters_of_routed_experts(align_size, layouts):
-    arrays = with_lora(routed_operands(T, E, K, D, F, bias=True, wrong=True), (5, 3))
-    check_routed(arrays, align_size=align_size, w_in_layout=layouts[0], w_out_layout=layouts[1], lora_scale=0.5)
+def options_of(name):
+    """(options, operands, factors) of a case."""
+    options, ranks, shared, projections, dtype, factor_dtype = CASES[name]
+    factors = lora_factors(E, D, 2, F, ranks, shared=shared, projections=projections, dtype=factor_dtype)
+    return options | {"lora_scale": SCALES}, dtype, factors
 
 
-def results_of_calls(function, *arguments):
-    """The results that the program requests from each call of the experts' backward pass, a set of names per call."""
-    text = jax.jit(function).lower(*arguments).as_text()
-    lines = [line for line in text.splitlines() if "ab_xla_expert_ffn_backward" in line]
-    assert lines
-    names = (line.split('results = "')[1].split('"')[0].split(",") for line in lines)
-    return [{name for name in call if name != "workspace"} for call in names]
+@pytest.mark.parametrize("name", CASES)
+def test_moe(name):
+    options, dtype, factors = options_of(name)
+    arrays = operands(T, E, K, D, F, dtype=dtype, bias=True, skew=2.0, cold=1) | factors
+    check_layer(arrays, topk=K, aux_loss_coeff=0.1, align_size=4, **options)
 
 
-ARRAYS = with_lora(operands(T, E, K, D, F, bias=True), (5, 3))
-POSITIONAL = ("x", "gate", "w_in", "w_out")
-
-
-def loss(arrays):
-    rest = {name: arrays[name] for name in ("gate_bias", "b_in", "b_out")}
-    result = moe(*(arrays[name] for name in POSITIONAL), topk=K, **rest, lora=lora_of(arrays))
-    return jnp.sum(jnp.sin(result.output))
-
-
-def gradient(wanted, stop=()):
-    def function(arrays):
-        def of_wanted(part):
-            whole = arrays | part
-            return loss({n: jax.lax.stop_gradient(a) if n in stop else a for n, a in whole.items()})
-
-        return jax.grad(of_wanted)({name: arrays[name] for name in wanted})
-
-    return function
-
-
-@pytest.mark.parametrize("outer", [lambda f: f, jax.checkpoint, lambda f: lambda x: f(x)], ids=["plain", "remat", "id"])
-@pytest.mark.parametrize(
-    "wanted", [("x",), ("gate",), NAMES, ("x", *NAMES), ("w_in",), ("w_out", "b_in"), ("lora_b_out",), ("lora_a_in",)]
-)
-def test_gradients_of_frozen_operands_are_not_computed(wanted, outer):
-    everything = jax.grad(loss)(ARRAYS)
-    function = outer(gradient(wanted))
-    got = function(ARRAYS)
-    for name, value in got.items():
-        np.testing.assert_array_equal(np.asarray(value), np.asarray(everything[name]), err_msg=name)
-    requested = set().union(*results_of_calls(function, ARRAYS))
-    parameters = {f"d_{name}" for name in ("w_in", "w_out", "b_in", "b_out", *NAMES)}
-    assert requested & parameters == {f"d_{name}" for name in wanted} & parameters
-    assert ("dh" in requested) == bool(set(wanted) & {"x", "w_in", "b_in", "lora_a_in", "lora_b_in"})
-    assert ("weighted_a" in requested) == bool(set(wanted) & {"w_out", "lora_a_out", "lora_b_out"})
-
-
-def test_stop_gradient_freezes():
-    frozen = ("w_in", "w_out", "b_in", "b_out", "gate")
-    requested = set().union(*results_of_calls(gradient(("x", *frozen), stop=frozen), ARRAYS))
-    assert not requested & {f"d_{name}" for name in frozen}
-
-
-def test_weights_outside_of_a_scan_are_frozen():
-    def function(arrays, xs):
-        def layers(x):
-            def layer(x, _):
-                return x + routed(x, arrays), None
-
-            return jnp.sum(jax.lax.scan(jax.checkpoint(layer), x, None, length=3)[0])
-
-        return jax.grad(layers)(xs)
-
-    requested = set().union(*results_of_calls(function, ARRAYS, ARRAYS["x"]))
-    assert not {name for name in requested if name.startswith(("d_w_", "d_b_", "d_lora"))}
-
-
-def routed(x, arrays):
-    experts = jnp.tile(jnp.arange(K, dtype=jnp.int32), (T, 1))
-    weights = jnp.full((T, K), 0.5)
-    return routed_experts(x, experts, weights, arrays["w_in"], arrays["w_out"], lora=lora_of(arrays)).output
-
-
-def test_errors():
-    arrays = {name: jnp.asarray(a) for name, a in ARRAYS.items()}
-    lora = lora_of(arrays)
-
-    def call(lora, **options):
-        return moe(*(arrays[name] for name in POSITIONAL), topk=K, lora=lora, **options)
-
-    for wrong, kind, message in (
-        (lora._replace(b_in=None), ValueError, "lora.b_in: got None, expected a factor, since lora.a_in is given"),
-        (lora._replace(a_out=None), ValueError, "lora.a_out: got None, expected a factor, since lora.b_out is given"),
-        (lora._replace(b_in=lora.b_in[:, :-1]), ValueError, r"lora.b_in: got float32\[6, 4, 2, 28\]"),
-        (lora._replace(a_in=lora.a_in[:2]), ValueError, r"lora.a_in: got float32\[2, 20, 5\], expected a first dim"),
-        (lora._replace(a_in=lora.a_in[..., :0], b_in=lora.b_in[:, :0]), ValueError, "a rank of at least 1"),
-        (lora._replace(a_in=lora.a_in[:, :-1]), ValueError, r"lora.a_in: got float32\[6, 19, 5\], expected .*D=20"),
-        (lora._replace(b_out=lora.b_out.astype(jnp.int32)), TypeError, "lora.b_out: got int32"),
-        (lora._replace(b_out=lora.b_out.astype(jnp.bfloat16)), TypeError, "lora.b_out: got bfloat16"),
-        (tuple(lora), TypeError, "lora: got tuple"),
-    ):
-        with pytest.raises(kind, match=message):
-            call(wrong)
-    for scale, kind in ((float("inf"), ValueError), (1e39, ValueError), ("1", TypeError), ((1, 2, 3), ValueError)):
-        with pytest.raises(kind, match="lora_scale: got"):
-            call(lora, lora_scale=scale)
+@pytest.mark.parametrize("name", CASES)
+def test_routed_experts(name):
+    options, dtype, factors = options_of(name)
+    arrays = routed_operands(T, E, K, D, F, wrong=True, dtype=dtype, bias=True) | factors
+    check_routed(arrays, **options)

@@ -1,218 +1,92 @@
-"""Adapters of expert_ffn and grouped_matmul against the oracle: forward and every gradient, per tensor and per expert.
+"""LoRA in expert_ffn and grouped_matmul against the oracle: forward and every gradient, per expert."""
 
-The adapters are as large as the weights, so that an error in them shows in every result.
-"""
+from functools import partial
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from expert_cases import (
-    ROUNDINGS,
-    UNIT_ROUNDOFF,
-    assert_rows_close,
-    assert_weight_gradient_close,
-    network,
-    random_array,
-    weight_gradient_scale,
-)
+from expert_cases import UNIT_ROUNDOFF, assert_rows_close, network
 
-from anabranch.activation import Activation, as_activation
-from anabranch.jax import Lora, expert_ffn, grouped_matmul
-from anabranch.layouts import IN_LAYOUTS, OURS, OUT_LAYOUTS, Layouts
+from anabranch import jax, torch
+from anabranch.layouts import Layouts
+from anabranch.lora import NAMES
 from anabranch.reference import experts as reference
-from anabranch.reference import grouped_matmul as grouped_reference
+from anabranch.reference.grouped_matmul import grouped_matmul, grouped_matmul_backward
+from frameworks import BOTH, vjp
+from lora_cases import CASES, SCALES, as_lora, lora_factors, takes_factors
+from moe_cases import DTYPES
 from oracle import assert_close, assert_close_per_expert
 
-pytestmark = pytest.mark.usefixtures("platform")
+pytestmark = BOTH
 
-#: Roundings beside those of `expert_cases`: of u and z, and for gradients of v.
-MORE_ROUNDINGS = {"y": 2, "rows": 4, "w_in": 4, "b_in": 4, "w_out": 2, "b_out": 0, "weights": 4}
-OF_FACTORS = 7
-FLOAT32 = 4e-6
-SIZES = [70, 0, 41, 90]
-OWN, SHARED = (False,) * 4, (True,) * 4
+SIZES = [7, 0, 1, 20]
+SPARE = 2
+#: Five roundings in sequence and the sums over rounded operands; float32: as in expert_cases.
+BOUND = {"float32": 4e-6} | {name: 6 * unit for name, unit in UNIT_ROUNDOFF.items()}
 
 
-def limit_of(dtype, name):
-    if dtype == "float32":
-        return FLOAT32
-    roundings = OF_FACTORS if name not in MORE_ROUNDINGS else ROUNDINGS[name] + MORE_ROUNDINGS[name]
-    return roundings * UNIT_ROUNDOFF[dtype]
+def rounding(dtype):
+    return None if dtype == "float32" else DTYPES[dtype]
 
 
-def factors(rng, net, ranks, shared, dtype):
-    """Factors for the ranks (r, q), 0: none. shared: the factors that all experts share, in the order of Lora."""
-    E, D, P, F = net.w_in.shape
-    r, q = ranks
-
-    def factor(shares, rank, *shape, scale):
-        return random_array(rng, (1 if shares else E, *shape), dtype, scale) if rank else None
-
-    return Lora(
-        factor(shared[0], r, D, r, scale=D**-0.5),
-        factor(shared[1], r, r, P, F, scale=max(r, 1) ** -0.5),
-        factor(shared[2], q, F, q, scale=F**-0.5),
-        factor(shared[3], q, q, D, scale=max(q, 1) ** -0.5),
-    )
+def assert_gradients_close(got, want, bound, sizes):
+    for name, gradient in got.items():
+        expected = want[name]
+        if name == "rows":
+            assert_rows_close(gradient, expected, sizes, bound, name)
+        elif name == "weights":
+            assert_close(gradient, expected, 3 * bound, name)  # sums of terms of either sign
+        else:
+            assert_close_per_expert(gradient, expected, bound, name)
 
 
-def check(net, lora, lora_scale=(0.8, -1.25), activation="silu", weight_early=False, layouts=OURS):
-    """Compares y and every gradient with the oracle."""
-    early = weight_early and net.weights is not None
-    options = dict(
-        activation=activation,
-        weight_early=early,
-        w_in_layout=layouts.w_in,
-        w_out_layout=layouts.w_out,
-        lora_scale=lora_scale,
-    )
+@pytest.mark.parametrize("name", CASES)
+def test_expert_ffn(name):
+    options, ranks, shared, projections, dtype, factor_dtype = CASES[name]
+    net = network(np.random.default_rng(0), SIZES, 13, 2, 10, dtype=dtype, spare=SPARE)
+    factors = lora_factors(4, 13, 2, 10, ranks, shared=shared, projections=projections, dtype=factor_dtype)
+    arrays = {key: np.asarray(array) for key, array in net.arrays.items()} | factors
+    of = Layouts(options.get("w_in_layout", "dpf"), options.get("w_out_layout", "fd"))
     laid_out = ("w_in", "w_out", "b_in")
-    arrays = {n: a.transpose(layouts.from_ours(n)) if n in laid_out else a for n, a in net.arrays.items()}
-
-    @jax.jit
-    def both_passes(arrays, lora, d_y):
-        def function(arrays, lora):
-            return expert_ffn(**arrays, lora=lora, group_sizes=net.group_sizes, **options)
-
-        y, pull = jax.vjp(function, arrays, lora)
-        return y, pull(d_y)
-
-    y, (gradients, d_lora) = both_passes(arrays, lora, net.d_y)
-    gradients = {n: a.transpose(layouts.order(n)) if n in laid_out else a for n, a in gradients.items()}
-    dtype = str(net.rows.dtype)
-    given = dict(
-        group_sizes=net.group_sizes,
-        activation=activation,
-        b_in=net.b_in,
-        b_out=net.b_out,
-        row_weights=net.weights,
-        lora=[None if factor is None else np.asarray(factor) for factor in lora],
-        lora_scale=lora_scale,
-        lora_dtype=None if dtype == "float32" else net.rows.dtype,
-    )
-    operands = net.rows, net.w_in, net.w_out
-    kept = net.rows.dtype if as_activation(activation).limit else None
-    want = reference.expert_ffn(*operands, **given, weight_early=early)
-    found = reference.expert_ffn_backward(net.d_y, *operands, **given, saved_dtype=kept)
-    assert_rows_close(y, want, net.group_sizes, limit_of(dtype, "y"), "y")
-    expected = dict(zip(("rows", "w_in", "w_out", "b_in", "b_out", "weights"), found, strict=False))
-    for name, got in gradients.items():
-        assert got.dtype == net.arrays[name].dtype, name
-        limit = limit_of(dtype, name)
-        if name == "weights":
-            scale = weight_gradient_scale(net, activation) + np.abs(expected[name])
-            assert_weight_gradient_close(got, expected[name], scale, net.group_sizes, 4 * limit)
-        elif name == "rows":
-            assert_rows_close(got, expected[name], net.group_sizes, limit, name)
-        else:
-            assert_close_per_expert(got, expected[name], limit, name)
-    for name, factor, got, exact in zip(Lora._fields, lora, d_lora, found.d_lora, strict=True):
-        name = f"lora.{name}"
-        if factor is None:
-            assert got is None
-            continue
-        assert got.dtype == factor.dtype and got.shape == factor.shape, name
-        if len(factor) == len(SIZES):
-            assert_close_per_expert(got, exact, limit_of(dtype, name), name)
-            assert not np.asarray(got)[np.asarray(net.group_sizes) == 0].astype(np.float64).any(), name
-        else:
-            assert_close(got, exact, limit_of(dtype, name), name)
-    return y, gradients
-
-
-@pytest.mark.parametrize("weight_early", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize(
-    ("activation", "parts"), [("silu", 2), (Activation.swiglu_oai(alpha=1.702, limit=0.9), 2), ("relu2", 1)]
-)
-def test_activations_dtypes_and_weighting(activation, parts, dtype, weight_early):
-    rng = np.random.default_rng(1)
-    net = network(rng, SIZES, 33, parts, 47, dtype=dtype, spare=3)
-    check(net, factors(rng, net, (5, 16), OWN, dtype), activation=activation, weight_early=weight_early)
-
-
-@pytest.mark.parametrize("ranks", [(1, 0), (0, 1), (16, 3), (70, 40)])
-@pytest.mark.parametrize("shared", [OWN, SHARED, (True, False, False, True), (False, True, True, False)])
-def test_ranks_and_shared_factors(ranks, shared):
-    rng = np.random.default_rng(2)
-    net = network(rng, SIZES, 33, 2, 47)
-    check(net, factors(rng, net, ranks, shared, "float32"), lora_scale=0.5)
-
-
-@pytest.mark.parametrize(
-    "layouts", [Layouts(w_in, w_out) for w_in in IN_LAYOUTS for w_out in OUT_LAYOUTS], ids="-".join
-)
-def test_layouts(layouts):
-    rng = np.random.default_rng(3)
-    net = network(rng, SIZES, 9, 2, 11)
-    check(net, factors(rng, net, (3, 4), OWN, "float32"), layouts=layouts)
-
-
-def test_float32_factors_of_a_16_bit_layer():
-    """Factors are rounded where they multiply; their gradients are not rounded."""
-    rng = np.random.default_rng(4)
-    net = network(rng, SIZES, 33, 2, 47, dtype="bfloat16")
-    check(net, factors(rng, net, (8, 8), OWN, "float32"))
-
-
-@pytest.mark.parametrize("sizes", [[0, 0, 0, 0], [300, 0, 1, 513], [1, 0, 0, 0]])
-def test_sizes_of_groups(sizes):
-    rng = np.random.default_rng(5)
-    net = network(rng, sizes, 20, 2, 530, biases=False, weights=None)
-    check(net, factors(rng, net, (4, 4), OWN, "float32"))
+    operands = {key: a.transpose(of.from_ours(key)) if key in laid_out else a for key, a in arrays.items()}
+    given = dict(lora_scale=SCALES, activation="gelu", **options)
+    functions = (takes_factors(partial(module.expert_ffn, **given)) for module in (jax, torch))
+    y, pull = vjp(*functions, operands | {"group_sizes": net.group_sizes})
+    gradients = pull(np.asarray(net.d_y))
+    gradients = {key: g.transpose(of.order(key)) if key in laid_out else g for key, g in gradients.items()}
+    given = dict(activation="gelu", b_in=net.b_in, b_out=net.b_out, row_weights=net.weights)
+    given |= dict(lora=as_lora(factors), lora_scale=SCALES, lora_dtype=rounding(dtype))
+    want = reference.expert_ffn(net.rows, net.w_in, net.w_out, net.group_sizes, **given)
+    assert y.dtype == DTYPES[dtype]
+    assert_rows_close(y, want, SIZES, BOUND[dtype], "y")
+    found = reference.expert_ffn_backward(net.d_y, net.rows, net.w_in, net.w_out, net.group_sizes, **given)
+    expected = dict(zip(("rows", "w_in", "w_out", "b_in", "b_out", "weights"), found[:6], strict=True))
+    expected |= dict(zip(NAMES, found[6], strict=True))
+    assert all(gradients[key].dtype == a.dtype for key, a in arrays.items())
+    assert_gradients_close(gradients, expected, BOUND[dtype], SIZES)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_zero_factors_have_no_effect(dtype):
-    rng = np.random.default_rng(6)
-    net = network(rng, SIZES, 33, 2, 47, dtype=dtype)
-    lora = factors(rng, net, (5, 16), OWN, dtype)
-    lora = lora._replace(b_in=jnp.zeros_like(lora.b_in), b_out=jnp.zeros_like(lora.b_out))
-
-    @jax.jit
-    def both_passes(lora):
-        def function(rows, w_in):
-            arrays = net.arrays | {"rows": rows, "w_in": w_in}
-            return expert_ffn(**arrays, lora=lora, group_sizes=net.group_sizes)
-
-        y, pull = jax.vjp(function, net.rows, net.w_in)
-        return y, pull(net.d_y)
-
-    for got, want in zip(jax.tree.leaves(both_passes(lora)), jax.tree.leaves(both_passes(None)), strict=True):
-        np.testing.assert_array_equal(np.asarray(got), np.asarray(want))
-
-
 @pytest.mark.parametrize("transpose_w", [False, True])
-@pytest.mark.parametrize("shared", [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_grouped_matmul(dtype, shared, transpose_w):
-    rng = np.random.default_rng(7)
-    E, D, N, r = len(SIZES), 33, 47, 6
-    x, d_y = (random_array(rng, (sum(SIZES) + 2, width), dtype) for width in (D, N))
-    w = random_array(rng, (E, D, N), dtype, D**-0.5)
-    a = random_array(rng, (1 if shared[0] else E, D, r), "float32", D**-0.5)
-    b = random_array(rng, (1 if shared[1] else E, r, N), dtype, r**-0.5)
+@pytest.mark.parametrize("shared", [(), (0,), (1,)])
+def test_grouped_matmul(transpose_w, shared, dtype):
+    rng, (D, N, r) = np.random.default_rng(1), (11, 9, 5)
 
-    @jax.jit
-    def both_passes(x, w, a, b):
-        def function(x, w, a, b):
-            stored = w.swapaxes(1, 2) if transpose_w else w
-            return grouped_matmul(x, stored, jnp.asarray(SIZES), transpose_w=transpose_w, lora=(a, b), lora_scale=-0.7)
+    def normal(*shape):
+        return rng.standard_normal(shape).astype(DTYPES[dtype])
 
-        y, pull = jax.vjp(function, x, w, a, b)
-        return y, pull(d_y)
+    x, w, d_y = normal(sum(SIZES) + SPARE, D), normal(4, D, N), normal(sum(SIZES) + SPARE, N)
+    lora = normal(1 if 0 in shared else 4, D, r), normal(1 if 1 in shared else 4, r, N)
+    stored = w.swapaxes(1, 2) if transpose_w else w
 
-    y, gradients = both_passes(x, w, a, b)
-    given = dict(lora=(np.asarray(a), np.asarray(b)), lora_scale=-0.7)
-    given["lora_dtype"] = None if dtype == "float32" else x.dtype
-    want = grouped_reference.grouped_matmul(x, w, SIZES, **given)
-    d_x, d_w, (d_a, d_b) = grouped_reference.grouped_matmul_backward(d_y, x, w, SIZES, **given)
-    limit = FLOAT32 if dtype == "float32" else 4 * UNIT_ROUNDOFF[dtype]
-    assert_rows_close(y, want, SIZES, limit, "y")
-    expected = d_x, d_w, d_a, d_b
-    for name, got, exact, operand in zip(("x", "w", "a", "b"), gradients, expected, (x, w, a, b), strict=True):
-        assert got.dtype == operand.dtype, name
-        assert_close(got, exact, limit, name)
-        if len(operand) == E:
-            assert_close_per_expert(got, exact, limit, name)
+    def function(module, x, w, a, b, group_sizes):
+        return module.grouped_matmul(x, w, group_sizes, transpose_w=transpose_w, lora=(a, b), lora_scale=-0.4)
+
+    operands = {"x": x, "w": stored, "a": lora[0], "b": lora[1]}
+    functions = (partial(function, module) for module in (jax, torch))
+    y, pull = vjp(*functions, operands | {"group_sizes": np.array(SIZES, np.int32)})
+    options = dict(lora=lora, lora_scale=-0.4, lora_dtype=rounding(dtype))
+    assert_rows_close(y, grouped_matmul(x, w, SIZES, **options), SIZES, BOUND[dtype], "y")
+    d_x, d_w, (d_a, d_b) = grouped_matmul_backward(d_y, x, w, SIZES, **options)
+    want = {"rows": d_x, "w": d_w.swapaxes(1, 2) if transpose_w else d_w, "a": d_a, "b": d_b}
+    got = pull(d_y)
+    assert_gradients_close({"rows": got.pop("x"), **got}, want, BOUND[dtype], SIZES)

@@ -11,6 +11,8 @@ from anabranch.precision import FP8, HIGHEST, TF32
 from anabranch.torch.binding import calls, define
 from anabranch.torch.binding.described import Sizes
 from anabranch.torch.ops import torch_ops
+from anabranch.torch.ops.factors import NO_FACTORS, factor_arguments
+from anabranch.torch.ops.gradients import OPERANDS, request
 from anabranch.torch.ops.layer_ops import layer_numbers
 
 
@@ -95,9 +97,9 @@ def test_numbers_follow_the_sizes_until_a_comparison_has_another_outcome():
 def test_a_tensor_given_twice_is_two_tensors_of_the_prepared_calls():
     """Calls that were prepared for one tensor given twice also serve two different tensors."""
     x, sizes = torch.arange(8.0).view(4, 2), torch.tensor([1, 3], dtype=torch.int32)
-    once = torch_ops.grouped_matmul_dw(x, x, sizes, torch.float32, HIGHEST)
+    once = torch_ops.grouped_matmul_dw(x, x, sizes, torch.float32, HIGHEST, False)
     for left, right in ((x, x + 1), (x + 1, x), (x, x)):
-        got = torch_ops.grouped_matmul_dw(left, right, sizes, torch.float32, HIGHEST)
+        got = torch_ops.grouped_matmul_dw(left, right, sizes, torch.float32, HIGHEST, False)
         assert torch.equal(got, torch.stack([left[:1].T @ right[:1], left[1:].T @ right[1:]]))
     assert torch.equal(once, got)
 
@@ -107,6 +109,11 @@ T, E, K, D, F, R = 10, 4, 2, 6, 5, 24
 
 def normal(*shape):
     return torch.tensor(np.random.default_rng(0).standard_normal(shape), dtype=torch.float32)
+
+
+NO_QUANTIZED = (None,) * 4
+ALL = request(dict.fromkeys(OPERANDS, True))
+WITHOUT_LORA = request(dict.fromkeys(OPERANDS[:6], True))
 
 
 def samples():
@@ -148,47 +155,49 @@ def samples():
         (rows, torch.tensor([5, 9, 10], dtype=torch.int32), torch.tensor([2, 0, 1], dtype=torch.int32), False),
     )
     yield torch_ops.grouped_matmul, (rows, normal(E, 3, D), group_sizes, True, TF32, 0)
-    yield torch_ops.grouped_matmul_dw, (rows, normal(R, 3), group_sizes, torch.float32, TF32)
-    network = (8, 1.702, 7.0, False, 0, "dfp", "df", TF32, 0)
+    yield torch_ops.grouped_matmul_dw, (rows, normal(R, 3), group_sizes, torch.float32, TF32, True)
+    network = (8, 1.702, 7.0, False, 0, "dfp", "df", TF32, 0, 0.0, 0.0)
     w_in, b_in, w_out, b_out = normal(E, D, F, 2), normal(E, F, 2), normal(E, D, F), normal(E, D)
     experts_of = (group_sizes, w_in, b_in, w_out, b_out)
-    none = (None,) * 4  # quantised
-    yield torch_ops.ffn, (rows, None, *experts_of, normal(R), *none, *network)
-    _, h = torch_ops.ffn(rows, None, *experts_of, normal(R), *none, *network)
-    dtypes = (torch.float32, torch.float32)
-    yield torch_ops.ffn_backward, (rows, h, rows, None, *experts_of, normal(R), *dtypes, *none, *network)
-    yield (
-        torch_ops.ffn_backward,
-        (rows, h, rows, None, group_sizes, w_in, None, w_out, None, None, *dtypes, *none, *network),
-    )
-    network = (*network[:4], K, *network[5:])
-    yield torch_ops.experts, (x, None, None, weights, row_of_slot, slot_of_row, *experts_of, *none, *network)
-    _, h = torch_ops.experts(x, None, None, weights, row_of_slot, slot_of_row, *experts_of, *none, *network)
-    for wanted in (True, False):
-        hidden = (x, None, None, h, x, weights, slot_of_row, *experts_of, torch.float32, wanted, *none, *network)
+    a_in, b_of_in, a_out, b_of_out = normal(1, D, 3), normal(E, 3, 2, F), normal(E, 2, F).mT, normal(E, 2, D)
+    for needs_y in (True, False):
+        of_matmul = factor_arguments((a_in, normal(E, 5, 3).mT))
+        matmul = (rows, normal(E, 5, D), group_sizes, *of_matmul, True, TF32, 0, 0.5, needs_y)
+        yield torch_ops.grouped_matmul_lora, matmul
+    factors = (*NO_QUANTIZED, *factor_arguments((a_in, b_of_in, a_out, b_of_out)))
+    none = (*NO_QUANTIZED, *NO_FACTORS)
+    scaled, dtypes = (*network[:-2], 0.5, -2.0), (torch.float32, torch.float32)
+    for options in ((*none, *network), (*factors, *scaled)):
+        yield torch_ops.ffn, (rows, None, *experts_of, normal(R), *options)
+        _, h, u = torch_ops.ffn(rows, None, *experts_of, normal(R), *options)
+        operands = (rows, h, rows, None, *experts_of, normal(R), u if u.numel() else None, *dtypes)
+        yield torch_ops.ffn_backward, (*operands, ALL if u.numel() else WITHOUT_LORA, *options)
+    operands = (rows, h, rows, None, group_sizes, w_in, None, w_out, None, None, None, *dtypes)
+    yield torch_ops.ffn_backward, (*operands, request({"x": True, "w_out": True}), *none, *network)
+    network, scaled = ((*options[:4], K, *options[5:]) for options in (network, scaled))
+    for options, requested in (
+        ((*none, *network), WITHOUT_LORA),
+        ((*none, *network), request({"b_in": True})),
+        ((*none, *network), request({"w_out": True})),
+        ((*factors, *scaled), ALL),
+        ((*factors, *scaled), request({"lora_b_in": True})),
+    ):
+        forward = (x, None, None, weights, row_of_slot, slot_of_row, *experts_of, *options)
+        yield torch_ops.experts, forward
+        _, h, u = torch_ops.experts(*forward)
+        hidden = (x, None, None, h, x, weights, slot_of_row, *experts_of, torch.float32, requested, *options)
         yield torch_ops.experts_hidden, hidden
-        dh, *_, dh_q, dh_scales = torch_ops.experts_hidden(*hidden)
-        inputs = (
-            dh,
-            dh_q,
-            dh_scales,
-            x,
-            x,
-            row_of_slot,
-            slot_of_row,
-            group_sizes,
-            w_in,
-            b_in if wanted else None,
-            w_out,
-        )
-        d_x_dtype = torch.float32 if wanted else None
-        yield torch_ops.experts_inputs, (*inputs, torch.float32, d_x_dtype, wanted, *none, *network)
+        dh, _, _, _, dh_q, dh_scales, v_in, *_ = torch_ops.experts_hidden(*hidden)
+        if not dh.numel():
+            continue
+        inputs = (dh, dh_q, dh_scales, x, x, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, u, v_in)
+        yield torch_ops.experts_inputs, (*inputs, *dtypes, requested, *options)
     yield from samples_with_fp8(row_of_slot, slot_of_row, group_sizes, weights)
     yield from samples_of_the_layer(x, logits, bias, mask, bounds, experts, weights, w_in, b_in, w_out, b_out, network)
 
 
 def samples_with_fp8(row_of_slot, slot_of_row, group_sizes, weights):
-    width, hidden, network = 256, 128, (0, 0.0, 0.0, True, K, "fpd", "df", FP8, 1)
+    width, hidden, network = 256, 128, (0, 0.0, 0.0, True, K, "fpd", "df", FP8, 1, 0.0, 0.0)
     x, w_in, w_out = normal(T, width), normal(E, hidden, 2, width), normal(E, width, hidden)
     yield torch_ops.quantize_experts, (w_in, w_out, "fpd", "df", True, 1)
     yield torch_ops.quantize_experts, (w_in, w_out, "fpd", "df", False, 0)
@@ -197,20 +206,30 @@ def samples_with_fp8(row_of_slot, slot_of_row, group_sizes, weights):
         w_in, w_out, "fpd", "df", True, 1
     )
     forward, back = (q_in_transposed, in_scales, q_out_transposed, out_scales), (q_in, in_scales, q_out, out_scales)
+    none, requested = (*NO_QUANTIZED, *NO_FACTORS), request(dict(x=True, w_in=True, w_out=True, weights=True))
     experts_of = (group_sizes, w_in, None, w_out, None)
-    yield torch_ops.experts, (x, None, None, weights, row_of_slot, slot_of_row, *experts_of, *(None,) * 4, *network)
-    _, h = torch_ops.experts(x, None, None, weights, row_of_slot, slot_of_row, *experts_of, *forward, *network)
-    arguments = (x, None, None, h, x, weights, slot_of_row, *experts_of, torch.float32, True, *back, *network)
-    yield torch_ops.experts_hidden, arguments
+    yield torch_ops.experts, (x, None, None, weights, row_of_slot, slot_of_row, *experts_of, *none, *network)
+    lora = normal(E, width, 4), normal(E, 4, 2, hidden), normal(E, hidden, 2), normal(1, 2, width)
+    factors, scaled = factor_arguments(lora), (*network[:-2], 0.5, 2.0)
+    of_matmul = factor_arguments((lora[0], normal(E, 4, 128)))
+    matmul = (normal(R, width), normal(E, width, 128), group_sizes, *of_matmul, False, FP8, 0, 0.5, True)
+    yield torch_ops.grouped_matmul_lora, matmul
     q, scales = torch_ops.quantize_rows(x, 1)
     yield torch_ops.quantize_rows, (x, 1)
-    yield torch_ops.experts, (x[:1], q, scales, weights, row_of_slot, slot_of_row, *experts_of, *forward, *network)
-    yield torch_ops.experts_hidden, (x, q, scales, *arguments[3:])
-    dh, *_, dh_q, dh_scales = torch_ops.experts_hidden(*arguments)
-    maps = (row_of_slot, slot_of_row, group_sizes)
-    inputs = (dh, dh_q, dh_scales, x, x, *maps, w_in, None, w_out, torch.float32)
-    yield torch_ops.experts_inputs, (*inputs, torch.float32, True, *back, *network)
-    yield torch_ops.experts_inputs, (*inputs, torch.bfloat16, True, *(None,) * 4, *network)
+    for options, given, is_requested in (
+        ((*NO_FACTORS, *network), x[:1], requested),
+        ((*factors, *scaled), x, ALL & ~request(dict(b_in=True, b_out=True))),
+    ):
+        maps = row_of_slot, slot_of_row
+        yield torch_ops.experts, (given, q, scales, weights, *maps, *experts_of, *forward, *options)
+        _, h, u = torch_ops.experts(x, None, None, weights, *maps, *experts_of, *forward, *options)
+        arguments = (h, x, weights, slot_of_row, *experts_of, torch.float32, is_requested, *back, *options)
+        yield torch_ops.experts_hidden, (x, None, None, *arguments)
+        yield torch_ops.experts_hidden, (x, q, scales, *arguments)
+        dh, _, _, _, dh_q, dh_scales, v_in, *_ = torch_ops.experts_hidden(x, None, None, *arguments)
+        inputs = (dh, dh_q, dh_scales, x, x, *maps, group_sizes, w_in, None, w_out, u, v_in, torch.float32)
+        yield torch_ops.experts_inputs, (*inputs, torch.float32, is_requested, *back, *options)
+        yield torch_ops.experts_inputs, (*inputs, torch.bfloat16, is_requested, *NO_QUANTIZED, *options)
 
 
 def samples_of_the_layer(x, logits, bias, mask, bounds, experts, weights, w_in, b_in, w_out, b_out, network):
@@ -221,18 +240,18 @@ def samples_of_the_layer(x, logits, bias, mask, bounds, experts, weights, w_in, 
         if router is not None:
             of_bins = (bias, mask, None, bounds) if router.qb_bins else (bias, None, None, None)
             routing = (logits, None, None, *of_bins)
-        none = (None,) * 4
+        none = (*NO_QUANTIZED, *NO_FACTORS)
         forward = (x, *routing, w_in, b_in, w_out, b_out, *none, *options)
         yield torch_ops.layer, forward
         if router is None:
             continue
-        _, _, _, selected, chosen, _, lse, _, h, _, slot_of_row, group_sizes = torch_ops.layer(*forward)
+        _, _, _, selected, chosen, _, lse, _, h, _, _, slot_of_row, group_sizes = torch_ops.layer(*forward)
         backward = (x, h, x, selected, slot_of_row, group_sizes, w_in, b_in, w_out, b_out)
         for of_losses in ((None, None), (bias, lse)):
-            wants_w_out = of_losses[0] is None
+            requested = request(dict(x=True, w_out=of_losses[0] is None))
             yield (
                 torch_ops.layer_hidden,
-                (*backward, logits, chosen, mask, lse, *of_losses, torch.float32, wants_w_out, *none, *options),
+                (*backward, logits, chosen, mask, lse, *of_losses, torch.float32, requested, *none, *options),
             )
 
 

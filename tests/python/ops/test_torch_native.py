@@ -21,6 +21,8 @@ from anabranch.activation import as_activation
 from anabranch.options import ExpertsConfig, RouterOptions
 from anabranch.torch.binding import autograd, define, native
 from anabranch.torch.ops import torch_ops
+from anabranch.torch.ops.factors import NO_FACTORS
+from anabranch.torch.ops.gradients import request
 
 HERE = pathlib.Path(__file__)
 T, D, F, E, K = 12, 16, 8, 6, 2
@@ -39,6 +41,17 @@ def operands(tokens=T, dtype=torch.float32, seed=0, gate_dtype=None):
     return [x, gate if gate_dtype is None else gate.to(gate_dtype), *weights]
 
 
+def factors(generator, dtype, shared):
+    """The tensors that a Lora views; the last factor is shared."""
+    shapes = (E, 3, D), (E, 3, 2, F), (E, F, 2), (1 if shared else E, 2, D)
+    return [random(shape, generator, dtype) for shape in shapes]
+
+
+def as_lora(factors):
+    a_in, *others = factors
+    return ab.Lora(a_in.mT, *others)
+
+
 def digest(tensors):
     """A hash of the bits of tensors and of their shapes and dtypes."""
     found = hashlib.sha256()
@@ -49,12 +62,17 @@ def digest(tensors):
     return found.hexdigest()
 
 
-def step(tokens=T, seed=0, dtype=torch.float32, gate_dtype=None, weights_too=False, frozen=(), **options):
-    """Results and gradients of one step."""
+def step(tokens=T, seed=0, dtype=torch.float32, gate_dtype=None, weights_too=False, frozen=(), lora=None, **options):
+    """Results and gradients of one step. lora: None: without adapters; else the dtype of the factors."""
     given = operands(tokens, dtype, seed, gate_dtype)
     options = on_default_device(options)
+    if lora is not None:
+        given += factors(torch.Generator("cpu").manual_seed(seed + 2), lora, shared=True)
+        options["lora_scale"] = 0.5, -2.0
     leaves = [a.requires_grad_() for i, a in enumerate(given) if i not in frozen]
-    result = ab.moe(*given, topk=K, **options)
+    if lora is not None:
+        options["lora"] = as_lora(given[4:])
+    result = ab.moe(*given[:4], topk=K, **options)
     generator = torch.Generator("cpu").manual_seed(seed + 1)
     outputs = [result.output, *([result.weights] if weights_too else [])]
     outputs += [loss for loss in (result.aux_loss, result.z_loss) if loss.requires_grad]
@@ -84,6 +102,9 @@ CASES = {
     "frozen router and x": dict(frozen=(0, 1)),
     "frozen x": dict(frozen=(0,)),
     "x alone": dict(frozen=(1, 2, 3)),
+    "adapters": dict(lora=torch.float32),
+    "adapters of frozen experts": dict(lora=torch.float32, dtype=torch.bfloat16, frozen=(1, 2, 3)),
+    "adapters, a cotangent of the weights": dict(lora=torch.float32, weights_too=True, weight_early=True),
 }
 
 
@@ -100,13 +121,17 @@ def module_step(weights_too=False, dtype=torch.float32, mode=contextlib.nullcont
     return [result.output, result.aux_loss, x.grad, *(p.grad for p in layer.parameters())]
 
 
-def routed_step(frozen=(), dtype=torch.float32, **options):
+def routed_step(frozen=(), dtype=torch.float32, lora=False, **options):
     """Results and gradients of one step of `routed_experts`, with an index that is no expert."""
     x, _, w_in, w_out = operands(dtype=dtype)
     experts, generator = torch.arange(T * K).view(T, K) % (E + 1), torch.Generator("cpu").manual_seed(5)
     given = [x, random((T, K), generator, dtype), w_in, w_out]
+    if lora:
+        given += factors(generator, dtype, shared=False)
     leaves = [a.requires_grad_() for i, a in enumerate(given) if i not in frozen]
-    result = ab.routed_experts(x, experts, *given[1:], **options)
+    if lora:
+        options["lora"] = as_lora(given[4:])
+    result = ab.routed_experts(x, experts, *given[1:4], **options)
     result.output.backward(random(result.output.shape, generator, dtype))
     return [*result, *(leaf.grad for leaf in leaves)]
 
@@ -117,6 +142,7 @@ ROUTED = {
     "biases": dict(b_in=torch.full((E, 2, F), 0.1), b_out=torch.full((E, D), 0.2)),
     "weights alone": dict(frozen=(0, 2, 3)),
     "frozen experts": dict(frozen=(2, 3)),
+    "adapters": dict(lora=True, frozen=(2, 3)),
 }
 MODULES = {
     "plain": {},
@@ -209,6 +235,7 @@ def test_shapes_of_the_layer():
     """Native code reads no memory past the end of a tensor, also if its operations are called directly."""
     x, gate, w_in, w_out = operands()
     number, none = layer_config().number, (None,) * 4
+    options = (*none, *NO_FACTORS)
     w_in = w_in.permute(0, 2, 3, 1).reshape(E, 2 * F, D).contiguous()  # a parameter
     for wrong_w_in, b_in, message in (
         (w_in[:, 1:], None, "w_in: got 15 rows, expected a multiple of 8, the last axis of w_out"),
@@ -216,13 +243,15 @@ def test_shapes_of_the_layer():
         (w_in, torch.ones(E), "b_in: got a tensor of rank 1, expected 2"),
     ):
         with pytest.raises(ValueError, match=message):
-            arguments = (x, gate.T, None, None, *none, wrong_w_in, b_in, w_out.mT, None, *none, number)
+            arguments = (x, gate.T, None, None, *none, wrong_w_in, b_in, w_out.mT, None, *options, number)
             native.call(torch.ops.anabranch.layer_forward, *arguments)
-    given = (x, gate, None, None, *none, operands()[2], None, w_out, None, *none, number)
-    _, _, _, weights, experts, _, lse, _, h, maps, logits, *_ = native.call(torch.ops.anabranch.layer_forward, *given)
+    given = (x, gate, None, None, *none, operands()[2], None, w_out, None, *options, number)
+    _, _, _, weights, experts, _, lse, _, h, _, maps, logits, *_ = native.call(
+        torch.ops.anabranch.layer_forward, *given
+    )
     with pytest.raises(ValueError, match=r"maps: got \[133\], expected \[134\]"):
         saved = (x, None, None, x, gate, x, operands()[2], w_out, None, None, None, weights, experts, lse, h, logits)
-        options = (*none, x.dtype, x.dtype, x.dtype, True, True, number)
+        options = (None, *options, x.dtype, x.dtype, request({"x": True}), True, True, number)
         native.call(torch.ops.anabranch.layer_backward, *saved, maps[1:], *options)
 
 
@@ -230,7 +259,7 @@ def test_ranks_of_the_layer():
     x, gate, w_in, w_out = operands()
     config = layer_config()
     for name, at in (("x", 0), ("gate", 1), ("w_out", 10)):
-        arguments = [x, gate, *[None] * 6, w_in, None, w_out, *[None] * 5, config.number]
+        arguments = [x, gate, *[None] * 6, w_in, None, w_out, *[None] * 5, *NO_FACTORS, config.number]
         arguments[at] = arguments[at][0]
         rank = arguments[at].dim()
         with pytest.raises(ValueError, match=f"^{name}: got a tensor of rank {rank}, expected {rank + 1}$"):
@@ -370,7 +399,8 @@ def test_a_derivative_past_the_autograd_function_raises():
     x, gate, w_in, w_out = operands()
     config = layer_config()
     none = (None,) * 4
-    arguments = (x.requires_grad_(), gate, None, None, *none, w_in, None, w_out, None, *none, config.number)
+    options = (*none, *NO_FACTORS, config.number)
+    arguments = (x.requires_grad_(), gate, None, None, *none, w_in, None, w_out, None, *options)
     output = torch.ops.anabranch.layer_forward(*arguments)[0]
     with pytest.raises(RuntimeError, match=r"layer_forward\.default: got a request for its derivative"):
         output.sum().backward()

@@ -11,6 +11,8 @@ import anabranch.torch as ab
 from anabranch.torch.binding import calls as binding_calls
 from anabranch.torch.binding import define
 from anabranch.torch.ops import torch_ops
+from anabranch.torch.ops.factors import NO_FACTORS
+from anabranch.torch.ops.gradients import request
 
 T, E, K, D, F, R = 6, 3, 2, 4, 5, 9
 SIZES, EXPERTS = torch.tensor([4, 0, 3], dtype=torch.int32), torch.arange(T * K).view(T, K) % E
@@ -81,21 +83,27 @@ def operations():
     w_in, w_out, slots = torch.ones(E, D, 2, F), torch.ones(E, F, D), torch.arange(R, dtype=torch.int32)
     maps, dtype = (slots[:, None], slots, SIZES), torch.float32
     of_rows, of_tokens = (0, 0.0, 0.0, False, 0, "dpf", "fd"), (0, 0.0, 0.0, False, 1, "dpf", "fd")
-    matrices, none = (w_in, None, w_out, None), (None,) * 4
+    matrices, none = (w_in, None, w_out, None), (*(None,) * 4, *NO_FACTORS)
+    without_lora, of_w_in = (None, None), request({"w_in": True})
     yield torch_ops.grouped_matmul, (x, torch.ones(E, D, F), SIZES, False)
     yield torch_ops.grouped_matmul_dw, (x, d_out, SIZES, dtype)
     yield torch_ops.ffn, (x, None, SIZES, *matrices, None, *none, *of_rows)
-    yield torch_ops.ffn_backward, (d_out, h, x, None, SIZES, *matrices, None, dtype, dtype, *none, *of_rows)
+    yield (
+        torch_ops.ffn_backward,
+        (d_out, h, x, None, SIZES, *matrices, None, None, dtype, dtype, of_w_in, *none, *of_rows),
+    )
     yield torch_ops.experts, (x, None, None, None, *maps, *matrices, *none, *of_tokens)
     yield (
         torch_ops.experts_hidden,
-        (d_out, None, None, h, x, weights, slots, SIZES, *matrices, dtype, True, *none, *of_tokens),
+        (d_out, None, None, h, x, weights, slots, SIZES, *matrices, dtype, of_w_in, *none, *of_tokens),
     )
-    yield torch_ops.experts_inputs, (h, x, x, x, None, *maps, w_in, None, w_out, dtype, dtype, False, *none, *of_tokens)
-    yield torch_ops.experts_inputs, (h, x, x, x, None, *maps, w_in, None, w_out, dtype, None, True, *none, *of_tokens)
+    for requested in (request({"x": True}), of_w_in):
+        options = (*without_lora, dtype, dtype, requested, *none, *of_tokens)
+        yield torch_ops.experts_inputs, (h, x, x, x, None, *maps, w_in, None, w_out, *options)
 
 
 PRODUCTS = list(operations())
+AFTER_PRECISION = {torch_ops.grouped_matmul: (0,), torch_ops.grouped_matmul_dw: (False,)}
 
 
 #: The gate's GEMMs on a CPU, which never round to TF32.
@@ -144,7 +152,7 @@ def test_invalid_values_are_refused(value):
 def test_the_library_checks_the_precision(operation, arguments):
     """The library refuses a number that no option has."""
     with pytest.raises(ValueError, match=r"precision: got 7, expected 0 (to 2|or 1), an ab_precision"):
-        operation(*arguments, 7, *([] if operation is torch_ops.grouped_matmul_dw else [0]))
+        operation(*arguments, 7, *AFTER_PRECISION.get(operation, (0, 0.0, 0.0)))
 
 
 def test_repr_shows_the_precision():

@@ -14,16 +14,18 @@ from torch.distributed.device_mesh import init_device_mesh
 import gloo_ranks
 import in_torch
 import module_in_torch
+from anabranch.lora import NAMES
 from anabranch.torch import moe, routed_experts
+from lora_cases import takes_factors
 
-EXPERTS = ("w_in", "w_out", "b_in", "b_out")
+EXPERTS = ("w_in", "w_out", "b_in", "b_out", *NAMES)
 TOKENS = ("x", "token_mask", "forced_experts", "experts", "weights", "d_output", "d_weights")
 PASSED = ("token_mask", "forced_experts")
 
 
 def part(name, array, rank, ranks, expert_ranks):
     """A rank's part of a global array: its tokens, its experts, or all of it. For cotangents see `run`."""
-    if name in EXPERTS:
+    if name in EXPERTS and len(array) > 1:  # not a LoRA factor that all experts share
         return np.array_split(array, expert_ranks)[rank % expert_ranks]
     if name not in TOKENS:
         return array
@@ -68,7 +70,7 @@ def function_of(case, own, options):
         rename = lambda found: module_in_torch.with_oracle_names(found, layer, options)  # noqa: E731
         return lambda: call(floats["x"], **passed), floats, rename
     given, floats = in_torch.leaves(own)
-    call = compiled(moe if "gate" in own else routed_experts)
+    call = compiled(takes_factors(moe if "gate" in own else routed_experts))
     return lambda: call(**given, **passed, **options), floats, lambda found: found
 
 

@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, parametrize, prune
 
-from anabranch.torch import clip_grad_norm_, ddp_ignore_experts
+from anabranch.lora import NAMES
+from anabranch.torch import add_lora, clip_grad_norm_, ddp_ignore_experts
 
 RANKS, R = 2, 2
 EXPERTS = ["moe.gate_up_proj", "moe.down_proj"]
@@ -47,6 +48,12 @@ def with_lora_of_the_shared_expert(**options):
     return peft.get_peft_model(Block(**options), peft.LoraConfig(r=R, **config))
 
 
+def with_own_adapters(**options):
+    block = Block(**options)
+    add_lora(block.moe, R, shared=("a_in", "b_out"))
+    return block
+
+
 def with_parametrizations_and_hooks(**options):
     block = Block(**options)
     layer = block.moe
@@ -71,6 +78,8 @@ def lora_part(name, whole, mine):
 
 def part(name, whole, mine):
     """This rank's part of a parameter of the whole model."""
+    if name.split(".")[-1] in NAMES:
+        return whole if len(whole) == 1 else whole[mine]
     is_expert_parameter = "moe." in name and not any(f"{other}" in name for other in ("gate.", "shared_expert"))
     if not is_expert_parameter:
         return whole
@@ -187,6 +196,8 @@ def check_masks_that_ddp_would_broadcast(rank):
 
 CHECKS = (
     functools.partial(check_ddp, build=with_lora_of_experts, shared=True),
+    functools.partial(check_ddp, build=with_own_adapters, shared=True),
+    functools.partial(check_ddp, build=with_own_adapters, shared=False),
     functools.partial(check_ddp, build=with_lora_of_the_shared_expert, shared=False),
     functools.partial(check_ddp, build=with_parametrizations_and_hooks, shared=True),
     functools.partial(check_ddp, build=with_parametrizations_and_hooks, shared=False),

@@ -16,9 +16,11 @@ import torch.distributed as dist
 
 import frameworks
 import in_torch
+from anabranch.lora import NAMES
 from anabranch.reference import moe as reference
 from anabranch.torch import MoEOutput, moe
 from anabranch.torch.binding.group import sum_over_ranks
+from lora_cases import lora_factors, oracle_options, with_factors
 from moe_cases import assert_layer, expected_layer, operands, selected
 from oracle import assert_close, assert_close_per_expert
 from routed_cases import routed_operands
@@ -38,13 +40,15 @@ class Case:
     data: int = 1  # groups of data parallel ranks, each with all experts
     own_stream: bool = False
     num_experts: int = E
+    lora: tuple[str, ...] | None = None  # the shared factors of adapters; None: no adapters
     options: dict = dataclasses.field(default_factory=dict)
 
     def arrays(self):
         """The arrays of the whole batch."""
+        factors = {} if self.lora is None else lora_factors(E, D, 2, F, shared=self.lora)
         if self.routed:
-            return routed_operands(T, E, K, D, F, dtype=self.dtype, bias=True, wrong=True)
-        arrays = operands(T, E, K, D, F, dtype=self.dtype, bias=True, skew=3.0, cold=1)
+            return routed_operands(T, E, K, D, F, dtype=self.dtype, bias=True, wrong=True) | factors
+        arrays = operands(T, E, K, D, F, dtype=self.dtype, bias=True, skew=3.0, cold=1) | factors
         rng = np.random.default_rng(3)
         if self.one_rank:
             forced = rng.integers(E - 2, E, (T, K)).astype(np.int32)
@@ -121,7 +125,7 @@ def whole(found, name, data):
         return np.concatenate(parts)
     if name.removeprefix("d_") in in_ranks.TOKENS:
         return np.concatenate([(part / len(parts)).astype(part.dtype) for part in parts])
-    if name.removeprefix("d_") in in_ranks.EXPERTS:
+    if name.removeprefix("d_") in in_ranks.EXPERTS and len(parts[0]) > 1:  # not a shared factor
         expert_ranks = len(parts) // data
         return np.concatenate([mean(parts[rank::expert_ranks]) for rank in range(expert_ranks)])
     groups = group_values(parts, data, name)
@@ -161,11 +165,13 @@ def check(case, arrays, cotangents, found, ranks):
 
 
 def check_routed(case, arrays, cotangents, found, gradients, kept):
-    expected = reference.routed_experts(**arrays, kept=kept)
+    options = oracle_options(arrays) | {"kept": kept}
+    arrays = {name: array for name, array in arrays.items() if name not in NAMES}
+    expected = reference.routed_experts(**arrays, **options)
     assert_close(whole(found, "output", case.data), expected.output, 8e-6, "output")
     np.testing.assert_array_equal(whole(found, "tokens_per_expert", case.data), expected.tokens_per_expert)
     assert int(whole(found, "dropped", case.data)) == int(expected.dropped)
-    want = reference.routed_experts_backward(**arrays, kept=kept, d_output=cotangents["d_output"])
+    want = with_factors(reference.routed_experts_backward(**arrays, **options, d_output=cotangents["d_output"]))
     for name, gradient in gradients.items():
         assert_close(gradient, want[name], 8e-6, f"d_{name}")
         if name in in_ranks.EXPERTS:
@@ -191,6 +197,9 @@ CASES = [
     Case("ring", module=True, own_stream=True, options=LOSSES | {"score_function": "sigmoid", "use_expert_bias": True}),
     Case("all_to_all", "bfloat16", 0.7, module=True, options=LOSSES | {"align_size": 4}),
     Case("auto", module=True, data=2, compiled=True, options=LOSSES),
+    Case("ring", lora=("a_in", "b_out"), options=LOSSES | {"lora_scale": (0.7, -1.3)}),
+    Case("all_to_all", lora=(), routed=True, capacity_factor=0.7),
+    Case("all_to_all", "bfloat16", data=2, lora=("b_in",), options=LOSSES | {"weight_early": True}),
 ]
 
 

@@ -30,7 +30,8 @@ from torch.distributed.tensor import distribute_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint as activation_checkpoint
 
-from anabranch.torch import MoE, clip_grad_norm_, ddp_ignore_experts
+from anabranch.lora import NAMES
+from anabranch.torch import MoE, add_lora, clip_grad_norm_, ddp_ignore_experts
 
 RANKS = 4
 WHOLE = StateDictOptions(full_state_dict=True)
@@ -108,6 +109,44 @@ def check_fsdp(rank):
         torch.optim.SGD(trained.parameters(), lr=0.1).step()
     for name, parameter in one.named_parameters():
         torch.testing.assert_close(model.get_parameter(name).full_tensor(), parameter)
+
+
+def check_fsdp_of_adapters(rank):
+    """The second step has factors B that are not 0."""
+    options = dict(lora_rank=2, lora_alpha=3.0, lora_shared=("a_in", "b_out"))
+    model, one = sharded(two_by_two(), **options), Block(**options)
+    for _ in range(2):
+        model.zero_grad()
+        one.zero_grad()
+        _, want = one_process(RANKS, one)
+        check_results(accumulate(model, rank), rank, want)
+        for name, parameter in one.named_parameters():
+            gradient = model.get_parameter(name).grad
+            assert (gradient is None) == (not parameter.requires_grad), name
+            if gradient is not None:
+                torch.testing.assert_close(gradient.full_tensor(), parameter.grad, msg=lambda m, n=name: f"{n}: {m}")
+        for trained in (model, one):
+            torch.optim.SGD([p for p in trained.parameters() if p.requires_grad], lr=1.0).step()
+    assert one.moe.lora_b_out.any() and one.moe.lora_a_in.grad.any()
+    with pytest.raises(ValueError, match=r"module: got a layer under fully_shard, expected add_lora before"):
+        add_lora(sharded(two_by_two()), 2)
+
+
+def check_adapters_of_one_expert_per_rank(rank):
+    """A shared factor has the same shape as that of the rank's only expert."""
+    options = dict(num_experts=RANKS, lora_rank=2, lora_shared=("a_in", "b_out"))
+    layer, one = make_layer(group=dist.group.WORLD, loss_group=dist.group.WORLD, **options), make_layer(**options)
+    with torch.no_grad():
+        one.lora_b_in.normal_()
+        one.lora_b_out.normal_()
+        layer.lora_b_in.copy_(one.lora_b_in[rank : rank + 1])
+        layer.lora_b_out.copy_(one.lora_b_out)
+    _, want = one_process(RANKS, one)
+    check_results(accumulate(layer, rank), rank, want)
+    whole_of = gathered(layer)
+    for name in NAMES:
+        got = whole_of(name, layer.get_parameter(name).grad)
+        torch.testing.assert_close(got, one.get_parameter(name).grad, msg=lambda m, n=name: f"{n}: {m}")
 
 
 def check_fsdp_of_mixed_precision(rank):
@@ -358,6 +397,8 @@ def check_bad_arguments(rank):
 
 CHECKS = (
     check_fsdp,
+    check_fsdp_of_adapters,
+    check_adapters_of_one_expert_per_rank,
     check_fsdp_of_mixed_precision,
     check_called_gate,
     check_fsdp_of_submodules,

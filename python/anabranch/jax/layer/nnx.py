@@ -106,8 +106,8 @@ class MoE(nnx.Module):
       use_bias: whether the experts have biases b_in and b_out.
       shared_features: width S of a dense expert that processes every token; 0: none.
       shared_gate: multiply the shared expert's output by sigmoid(<x, shared_gate>).
-      lora_rank: rank of low-rank adapters of w_in and w_out, which start without effect; 0: no adapters. A layer of a
-        saved model gets them from a state without factors: build it with `lora_rank` and update it with that state.
+      lora_rank: rank of low-rank adapters of w_in and w_out, which start without effect; 0: no adapters. For a saved
+        layer without adapters, build the layer with `lora_rank` and update it with the saved state.
       lora_alpha: the adapters are multiplied by lora_alpha / lora_rank; None: by 1.
       lora_shared: the fields of `Lora` that all experts share, for example ("a_in",).
       parallel: spreads the layer over a mesh. The parameters then have shardings (`out_sharding`). Under jax.set_mesh,

@@ -6,24 +6,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+#: Device types that torch.autocast supports. "meta" is excluded.
+AUTOCAST_TYPES = ("cpu", "cuda")
 
-def has_autocast(device: torch.device) -> bool:
-    """Whether torch.autocast supports the device; "meta" is excluded."""
-    return device.type in ("cpu", "cuda")
+
+def _is_enabled(device: torch.device) -> bool:
+    kind = device.type  # torch makes a new string each time
+    return kind in AUTOCAST_TYPES and torch.is_autocast_enabled(kind)
 
 
 def without_autocast(device: torch.device) -> Any:
     """A context without torch.autocast."""
-    if has_autocast(device) and torch.is_autocast_enabled(device.type):
-        return torch.autocast(device.type, enabled=False)
-    return contextlib.nullcontext()
+    return torch.autocast(device.type, enabled=False) if _is_enabled(device) else contextlib.nullcontext()
 
 
 def rounds(tensor: Any) -> bool:
     """Whether the value is a float32 tensor on a device for which torch.autocast is enabled."""
-    if not isinstance(tensor, Tensor) or tensor.dtype != torch.float32 or not has_autocast(tensor.device):
-        return False
-    return torch.is_autocast_enabled(tensor.device.type)
+    return isinstance(tensor, Tensor) and tensor.dtype == torch.float32 and _is_enabled(tensor.device)
 
 
 def as_autocast(x: Any) -> Any:

@@ -189,6 +189,7 @@ class CheckCache:
     def __init__(self, max_entries: int = 256):
         self.max_entries = max_entries
         self.results: collections.OrderedDict[Any, Any] = collections.OrderedDict()
+        self.last: Any = None  # the result that was used last
         self.lock = threading.Lock()
 
     def check(
@@ -228,16 +229,17 @@ class CheckCache:
                 *map(type, options),  # 2.0 and True are distinct from 2
                 described and described.key(),
             )
-            hash(key)
+            with self.lock:
+                if (result := self.results.get(key)) is not None:
+                    if result is not self.last:  # a tuple does not keep its hash, so each use of the key takes time
+                        self.results.move_to_end(key)
+                        self.last = result
+                    return result
         except (TypeError, AttributeError, RuntimeError, IndexError):  # not a tensor: `check` raises the error
             return check()
-        with self.lock:
-            if (result := self.results.get(key)) is not None:
-                self.results.move_to_end(key)
-                return result
         result = check()
         with self.lock:
-            self.results[key] = result
+            self.results[key] = self.last = result
             if len(self.results) > self.max_entries:
                 self.results.popitem(last=False)
         return result

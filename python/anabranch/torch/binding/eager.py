@@ -7,21 +7,22 @@ import torch
 from torch import Tensor
 
 from anabranch.torch.binding import private
-from anabranch.torch.binding.autocast import has_autocast
+from anabranch.torch.binding.autocast import AUTOCAST_TYPES
 
 _PLAIN_TYPES = (Tensor, torch.nn.Parameter)
 
 
 def is_plain_eager(device: torch.device, tensors: Iterable[Any]) -> bool:
     """Whether a call on these tensors (or None) is neither traced nor transformed, and no mode observes it."""
+    kind = device.type
     if (
         torch.compiler.is_compiling()
         or private.functorch_is_active()
         or private.forward_level() >= 0
         or private.num_dispatch_modes()
         or _has_function_mode()
-        or not has_autocast(device)
-        or torch.is_autocast_enabled(device.type)
+        or kind not in AUTOCAST_TYPES
+        or torch.is_autocast_enabled(kind)
     ):
         return False
     for tensor in tensors:  # a generator takes twice as long

@@ -4,6 +4,7 @@ All gradients are those of the mean of the ranks' losses, as in data parallelism
 computes a gradient whose mean over the ranks is that gradient.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -63,21 +64,29 @@ def sum_over_ranks(group: Any, *values: Tensor) -> list[Tensor]:
     return [p.to(dtype).reshape(v.shape) for p, dtype, v in zip(parts, dtypes, values, strict=True)]
 
 
-class _WithMeanGradients(Function):
+class _WithReducedGradients(Function):
     @staticmethod
-    def forward(group, *tensors):
+    def forward(group, divisor, *tensors):
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        ctx.group = inputs[0]
+        ctx.group, ctx.divisor = inputs[:2]
 
     @staticmethod
     def backward(ctx, *gradients):
         packed = torch.cat([d.reshape(-1).float() for d in gradients])
-        means = summed(packed, ctx.group) / dist.get_world_size(ctx.group)
-        parts = means.split([d.numel() for d in gradients])
-        return None, *(part.reshape(d.shape).to(d.dtype) for part, d in zip(parts, gradients, strict=True))
+        reduced = summed(packed, ctx.group) / ctx.divisor
+        parts = reduced.split([d.numel() for d in gradients])
+        return None, None, *(part.reshape(d.shape).to(d.dtype) for part, d in zip(parts, gradients, strict=True))
+
+
+def _with_reduced_gradients(group: Any, divisor: int, tensors: Sequence[Tensor | None]) -> list[Any]:
+    selected = [t for t in tensors if t is not None and t.requires_grad]
+    if not selected or not torch.is_grad_enabled():
+        return list(tensors)
+    reduced = iter(_WithReducedGradients.call(group, divisor, *selected))
+    return [next(reduced) if t is not None and t.requires_grad else t for t in tensors]
 
 
 def with_mean_gradients(group: Any, *tensors: Tensor | None) -> list[Any]:
@@ -85,8 +94,9 @@ def with_mean_gradients(group: Any, *tensors: Tensor | None) -> list[Any]:
 
     The backward pass has one float32 all-reduce. The same tensors must need a gradient on every rank.
     """
-    selected = [t for t in tensors if t is not None and t.requires_grad]
-    if group is None or not selected or not torch.is_grad_enabled():
-        return list(tensors)
-    averaged = iter(_WithMeanGradients.call(group, *selected))
-    return [next(averaged) if t is not None and t.requires_grad else t for t in tensors]
+    return list(tensors) if group is None else _with_reduced_gradients(group, dist.get_world_size(group), tensors)
+
+
+def with_summed_gradients(group: Any, *tensors: Tensor | None) -> list[Any]:
+    """Like `with_mean_gradients`, for tensors whose gradient on a rank is that of a part of the mean of the losses."""
+    return _with_reduced_gradients(group, 1, tensors)

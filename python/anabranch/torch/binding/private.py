@@ -331,6 +331,12 @@ def has_hooks(module: Any) -> bool:
     )
 
 
+def parameter(module: Any, name: str) -> Any:
+    """`getattr(module, name)`, which torch finds for a parameter only after a search that fails."""
+    parameters = vars(module).get("_parameters", ())
+    return parameters[name] if name in parameters else getattr(module, name)
+
+
 def is_fsdp_managed(module: Any) -> bool:
     """Whether fully_shard shards a module's parameters. Without its mark, whether it has been called at all."""
     if _HAS_FSDP_MARK:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from anabranch.lora import NAMES
 from anabranch.torch.binding.autocast import without_autocast
 from anabranch.torch.binding.autograd import Function
 from anabranch.torch.binding.eager import is_plain_eager, needs_graph
@@ -22,6 +23,8 @@ from anabranch.torch.layer.gate import biased_gate_logits, gate_backward
 from anabranch.torch.layer.operands import LayerConfig, LayerOutput, Operands, requested_cotangents, view_parameters
 from anabranch.torch.ops import torch_ops
 from anabranch.torch.ops.experts import cast_weight
+from anabranch.torch.ops.factors import factor_arguments
+from anabranch.torch.ops.gradients import FROM_DH, OPERANDS, request
 from anabranch.torch.ops.quantized import backward_operands, forward_operands
 from anabranch.torch.ops.router import logits_gradient
 
@@ -37,14 +40,17 @@ def _forward(config: LayerConfig, operands: Operands) -> tuple[Tensor, ...]:
     results: tuple[Tensor, ...] = torch_ops.layer(
         x, logits, o.weights, o.experts, o.expert_bias, o.token_mask, o.forced_experts, o.qb_bin_bounds,
         cast_weight(config.network, o.w_in, x.dtype), o.b_in,
-        cast_weight(config.network, o.w_out, x.dtype), o.b_out, *forward_operands(o.quantized()), *config.options,
+        cast_weight(config.network, o.w_out, x.dtype), o.b_out, *forward_operands(o.quantized()),
+        *factor_arguments(o.factors()), *config.options,
     )  # fmt: skip
     # An autograd function must not return an argument, so given logits are not returned.
     return *results, logits if o.logits is None and logits is not None else x.new_empty((0,), dtype=torch.float32)
 
 
 #: The operands that may need a gradient.
-_DIFFERENTIABLE = ("x", "w_in", "w_out", "b_in", "b_out", "gate", "gate_bias", "weights", "logits", "port")
+_DIFFERENTIABLE = (
+    "x", "w_in", "w_out", "b_in", "b_out", "gate", "gate_bias", "weights", "logits", "port", *NAMES,
+)  # fmt: skip
 
 
 class _Saved(NamedTuple):
@@ -68,6 +74,15 @@ class _Saved(NamedTuple):
     group_sizes: Tensor | None
     maps: Tensor | None
     """The three maps in one tensor, from native operations."""
+    lora_u: Tensor | None
+    lora_a_in: Tensor | None
+    lora_b_in: Tensor | None
+    lora_a_out: Tensor | None
+    lora_b_out: Tensor | None
+
+    def factors(self) -> tuple[Tensor | None, ...]:
+        """The fields of a Lora."""
+        return self[-4:]
 
 
 def _saved(config: LayerConfig, o: Operands, result: LayerOutput) -> tuple[Tensor | None, ...]:
@@ -78,6 +93,7 @@ def _saved(config: LayerConfig, o: Operands, result: LayerOutput) -> tuple[Tenso
         *(selection.weights, selection.experts, result.lse),
         *(result.h, result.logits if o.logits is None else o.logits),
         *(result.row_of_slot, result.slot_of_row, result.group_sizes, result.maps),
+        *(None if o.lora_a_in is None else result.lora_u, *o.factors()),
         *(() if o.quantized_w_in is None else backward_operands(o.quantized())),
     )
 
@@ -169,7 +185,7 @@ def _eager_backward(config: LayerConfig, needs: Mapping[str, bool], saved: Seque
         return _backward(config, needs, saved, *cotangents)
     gradients = _backward(config, needs, (*view_parameters(s, config.network.w_in_layout), *quantized), *cotangents)
     for name, parameter in (("w_in", s.w_in), ("b_in", s.b_in)):
-        if parameter is not None and (gradient := gradients[name]) is not None:
+        if parameter is not None and (gradient := gradients.get(name)) is not None:
             gradients[name] = gradient.view(parameter.shape)
     if (d_gate := gradients.get("gate")) is not None:
         gradients["gate"] = d_gate.T
@@ -189,7 +205,9 @@ def _eager_layer(config: LayerConfig, operands: Operands) -> LayerOutput:
     o, is_native = operands, native_passes.applies(config, operands)
     given: tuple[Tensor | None, ...] = (o.x, o.w_in, o.w_out, o.b_in, o.b_out, o.gate)
     if not is_native or config.router is None:
-        given = (*given, o.gate_bias, o.weights, o.logits, o.port)
+        given = (*given, o.gate_bias, o.weights, o.logits, o.port, *o.factors())
+    elif o.lora_a_in is not None or o.lora_a_out is not None:
+        given = (*given, None, None, None, None, *o.factors())
     if not needs_graph(given):
         return _eager_forward(config, operands, is_native)
     results: list[LayerOutput] = []
@@ -214,8 +232,9 @@ def _backward(
     """Gradients by operand name. needs: whether an operand needs its gradient; False for a missing one."""
     (
         x, w_in, w_out, b_in, b_out, gate, gate_bias, token_mask, weights, experts, lse,
-        h, logits, *maps, packed_maps,
+        h, logits, *maps, packed_maps, lora_u, lora_a_in, lora_b_in, lora_a_out, lora_b_out,
     ), quantized = _split(saved)  # fmt: skip
+    factors = factor_arguments((lora_a_in, lora_b_in, lora_a_out, lora_b_out))
     if packed_maps is not None:
         maps = [*native_passes.unpacked_maps(config, packed_maps, experts, h)]
     row_of_slot, slot_of_row, group_sizes = maps
@@ -229,17 +248,22 @@ def _backward(
     up, down = (cast_weight(config.network, w, dtype) for w in (w_in, w_out))
     experts_operands = (h, x, weights, slot_of_row, group_sizes, up, b_in, down, b_out)
     d_sums = requested_cotangents(config, d_score_sum, d_lse)
+    experts_need = {name: needs[name] for name in OPERANDS} | {
+        "x": needs["x"] or needs["port"],
+        "weights": needs["weights"] or needs_logits,
+    }
+    requested = request(experts_need)
     # A cotangent of the weights is added to the experts' gradient first, so the backward pass of routing is separate.
     if fused := needs_logits and d_weights is None:
-        dh, d_w_out, d_b_out, d_w, *dh_quantized, d_logits = torch_ops.layer_hidden(
-            d_output, *experts_operands, logits, experts, token_mask, lse, *d_sums, w_out.dtype, needs["w_out"],
-            *quantized, *config.options,
+        dh, d_w_out, d_b_out, d_w, *dh_quantized, v_in, d_a_out, d_b_factor_out, d_logits = torch_ops.layer_hidden(
+            d_output, *experts_operands, logits, experts, token_mask, lse, *d_sums, w_out.dtype, requested,
+            *quantized, *factors, *config.options,
         )  # fmt: skip
     else:
-        dh, d_w_out, d_b_out, d_w, *dh_quantized = torch_ops.experts_hidden(
-            d_output, None, None, *experts_operands, w_out.dtype, needs["w_out"], *quantized, *config.network
+        dh, d_w_out, d_b_out, d_w, *dh_quantized, v_in, d_a_out, d_b_factor_out = torch_ops.experts_hidden(
+            d_output, None, None, *experts_operands, w_out.dtype, requested, *quantized, *factors, *config.network
         )
-    gradients = {"w_out": d_w_out if needs["w_out"] else None, "b_out": None if b_out is None else d_b_out}
+    gradients = {"w_out": d_w_out, "b_out": d_b_out, "lora_a_out": d_a_out, "lora_b_out": d_b_factor_out}
     addend = None
     if config.router is None:
         gradients["weights"] = d_w
@@ -251,18 +275,20 @@ def _backward(
             gradients["logits"] = d_logits
     if gate is not None and through_gate:
         tokens = x if token_mask is None else torch.where(token_mask[:, None], x, 0)  # 0 * NaN would be NaN
-        through = gate_backward(tokens, gate, d_logits)
-        addend, gradients["gate"] = through.x, _as(through.gate, gate.dtype)
-        if gate_bias is not None:
+        through = gate_backward(tokens, gate, d_logits, needs_x=needs["x"], needs_gate=needs["gate"])
+        addend = through.x
+        if through.gate is not None:
+            gradients["gate"] = _as(through.gate, gate.dtype)
+        if gate_bias is not None and needs["gate_bias"]:
             gradients["gate_bias"] = _as(d_logits.sum(0), gate_bias.dtype)
-    d_x_dtype = dtype if needs["x"] else torch.float32 if needs["port"] else None
-    d_x, d_w_in, d_b_in = torch_ops.experts_inputs(
-        dh, *dh_quantized, x, addend, row_of_slot, slot_of_row, group_sizes, up, b_in, down, w_in.dtype, d_x_dtype,
-        needs["w_in"], *quantized, *config.network,
-    )  # fmt: skip
-    if d_x_dtype is not None:
+    if any(experts_need[name] for name in FROM_DH):
+        d_x, d_w_in, d_b_in, d_a_in, d_b_factor_in = torch_ops.experts_inputs(
+            dh, *dh_quantized, x, addend, row_of_slot, slot_of_row, group_sizes, up, b_in, down, lora_u, v_in,
+            w_in.dtype, dtype if needs["x"] else torch.float32, requested, *quantized, *factors, *config.network,
+        )  # fmt: skip
+        gradients |= {"w_in": d_w_in, "b_in": d_b_in, "lora_a_in": d_a_in, "lora_b_in": d_b_factor_in}
         gradients["x" if needs["x"] else "port"] = d_x
-    return gradients | {"w_in": d_w_in if needs["w_in"] else None, "b_in": None if b_in is None else d_b_in}
+    return {name: gradient if needs[name] else None for name, gradient in gradients.items()}
 
 
 def fused_layer(config: LayerConfig, operands: Operands, *, are_parameters: bool = False) -> LayerOutput:

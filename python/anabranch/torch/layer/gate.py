@@ -12,7 +12,7 @@ from torch import Tensor
 
 from anabranch.precision import HIGHEST
 from anabranch.torch.binding.autocast import without_autocast
-from anabranch.torch.binding.autograd import Function
+from anabranch.torch.binding.autograd import Function, needs_gradient
 from anabranch.torch.binding.define import _ops
 from anabranch.torch.binding.derivatives import reject_derivative
 from anabranch.torch.ops import experts_ops
@@ -62,7 +62,7 @@ def _gradient_on_cpu(x: Tensor, d_logits: Tensor) -> Tensor:
     if 1 in (x.shape[1], d_logits.shape[1]):
         return x.T @ d_logits
     sizes = x.new_full((1,), x.shape[0], dtype=torch.int32)
-    product: Tensor = experts_ops.grouped_matmul_dw(x, d_logits, sizes, torch.float32, HIGHEST)
+    product: Tensor = experts_ops.grouped_matmul_dw(x, d_logits, sizes, torch.float32, HIGHEST, False)
     return product[0]
 
 
@@ -108,33 +108,48 @@ def biased_gate_logits(x: Tensor, gate: Tensor, bias: Tensor | None) -> Tensor:
 class GateGradients(NamedTuple):
     """The results of `gate_backward`."""
 
-    x: Tensor
+    x: Tensor | None
     """[T, D], dtype of x."""
-    gate: Tensor
+    gate: Tensor | None
     """[D, E] float32."""
 
 
-def gate_backward(x: Tensor, gate: Tensor, d_logits: Tensor) -> GateGradients:
-    """Gradients of x and gate from d_logits, float32 [T, E].
+def gate_backward(
+    x: Tensor, gate: Tensor, d_logits: Tensor, *, needs_x: bool = True, needs_gate: bool = True
+) -> GateGradients:
+    """Gradients of x and gate from d_logits, float32 [T, E]; None for one that is not needed.
 
     If x and gate are bfloat16, a GPU rounds d_logits to bfloat16. It is never rounded to float16, whose range of 6e-8
     to 65504 is too small; float16 operands are converted to float32.
     """
-    d_x, d_gate = _gate_backward(x, gate, d_logits)
-    return GateGradients(d_x.to(x.dtype), d_gate)
+    return GateGradients(
+        _x_gradient(x, gate, d_logits).to(x.dtype) if needs_x else None,
+        _gate_gradient(x, gate, d_logits) if needs_gate else None,
+    )
 
 
-def _gate_backward(x: Tensor, gate: Tensor, d_logits: Tensor) -> tuple[Tensor, Tensor]:
+def _x_gradient(x: Tensor, gate: Tensor, d_logits: Tensor) -> Tensor:
     if x.device.type != "cuda":
-        return _rows_on_cpu(d_logits, gate.T), _gradient_on_cpu(x, d_logits)
+        return _rows_on_cpu(d_logits, gate.T)
     if x.dtype == gate.dtype == torch.bfloat16:
-        rounded = d_logits.to(torch.bfloat16)
-        return rounded @ gate.T, _matmul(x.T, rounded)
+        return d_logits.to(torch.bfloat16) @ gate.T
     if torch.float16 in (x.dtype, gate.dtype):
-        x, gate = x.float(), gate.float()
+        gate = gate.float()
     elif x.dtype == gate.dtype == torch.float32:
-        return d_logits @ gate.T, x.T @ d_logits
-    return _matmul_of_halves(d_logits, gate.T), _matmul_of_halves(x.T, d_logits)
+        return d_logits @ gate.T
+    return _matmul_of_halves(d_logits, gate.T)
+
+
+def _gate_gradient(x: Tensor, gate: Tensor, d_logits: Tensor) -> Tensor:
+    if x.device.type != "cuda":
+        return _gradient_on_cpu(x, d_logits)
+    if x.dtype == gate.dtype == torch.bfloat16:
+        return _matmul(x.T, d_logits.to(torch.bfloat16))
+    if torch.float16 in (x.dtype, gate.dtype):
+        x = x.float()
+    elif x.dtype == gate.dtype == torch.float32:
+        return x.T @ d_logits
+    return _matmul_of_halves(x.T, d_logits)
 
 
 class _Logits(Function):
@@ -153,9 +168,11 @@ class _Logits(Function):
     def backward(ctx, d_logits):
         x, gate = ctx.saved_tensors
         with without_autocast(x.device):
-            gradients = gate_backward(x, gate, d_logits)
-        d_bias = None if ctx.bias_dtype is None else d_logits.sum(0).to(ctx.bias_dtype)
-        return gradients.x, gradients.gate.to(gate.dtype), d_bias
+            d_x, d_gate = gate_backward(
+                x, gate, d_logits, needs_x=needs_gradient(ctx, 0), needs_gate=needs_gradient(ctx, 1)
+            )
+        d_bias = d_logits.sum(0).to(ctx.bias_dtype) if needs_gradient(ctx, 2) else None
+        return d_x, None if d_gate is None else d_gate.to(gate.dtype), d_bias
 
 
 def logits(x: Tensor, gate: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,5 +1,6 @@
 """The layer as an nn.Module, with parameters in the layout of common checkpoints and the state of the router."""
 
+import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -9,16 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from anabranch._text import shown
+from anabranch.lora import NAMES as LORA_NAMES
+from anabranch.lora import PROJECTIONS, Lora, NewLora, factor_shapes, new_lora
 from anabranch.options import MODULE_NAMES, LayerOptions, ModuleKeywords, check_names, takes_options
 from anabranch.precision import FP8, check_fp8_widths, dense_precision
 from anabranch.torch.binding import check, private
 from anabranch.torch.binding.autocast import as_autocast
 from anabranch.torch.binding.eager import is_plain_eager
-from anabranch.torch.binding.group import check_group, local_part, summed
+from anabranch.torch.binding.group import check_group, local_part, summed, with_summed_gradients
 from anabranch.torch.layer.called_gate import fork
 from anabranch.torch.layer.counts import add_counts
 from anabranch.torch.layer.moe import LayerTensors, MoEOutput, checked_config, run_layer
-from anabranch.torch.layer.parameters import Initializer, check_plain, draw, fan_in_normal_
+from anabranch.torch.layer.parameters import Initializer, check_plain, draw, factor_uniform_, fan_in_normal_
 from anabranch.torch.layer.submodules import Gate, OnRanks, SharedExpert, is_plain
 from anabranch.torch.layer.wrapping import check_wrapping
 from anabranch.torch.ops.quantile import host_bounds, quantile_bias
@@ -50,6 +53,8 @@ class MoE(OnRanks):
     | `shared_expert.gate_up_proj` (`up_proj`) | [2 S, D] ([S, D]) | with `shared_features` S > 0 |
     | `shared_expert.down_proj` | [D, S] | with `shared_features` S > 0 |
     | `shared_expert_gate.weight` | [1, D] | with `shared_gate` |
+    | `lora_a_in`, `lora_b_in` | [E, D, r], [E, r, 2 or 1, F] | with `lora_rank` r |
+    | `lora_a_out`, `lora_b_out` | [E, F, r], [E, r, D] | with `lora_rank` r |
 
     With `group`, a rank holds E/P experts.
 
@@ -86,6 +91,11 @@ class MoE(OnRanks):
         DeviceMesh (for fully_shard, one dimension of a larger mesh) they are DTensors. None: this process holds all
         experts.
       transport, capacity_factor, fp8_exchange: options of `group`, as in `moe`.
+      lora_rank: rank of low-rank adapters of both projections, which start without effect, see `Lora`; 0: no adapters.
+        All other parameters of the layer are frozen. The factors are float32. `add_lora` adds them to an existing
+        layer.
+      lora_alpha: the adapters are multiplied by lora_alpha / lora_rank; None: by 1.
+      lora_shared: the fields of `Lora` that all experts share, [1, ...] instead of [E, ...].
       dtype: dtype of the computation, float32, bfloat16 or float16, also under torch.autocast. None: the dtype of the
         input, or for a float32 input under torch.autocast the autocast dtype.
       param_dtype: dtype of the parameters; None: torch's default dtype.
@@ -93,7 +103,7 @@ class MoE(OnRanks):
         `to_empty(device=...)`, then `reset_parameters()` or `load_state_dict`.
       kernel_init: fills a matrix [out, in] in place under torch.no_grad(), like functions of torch.nn.init; it is
         called once per expert. None: a normal distribution of variance 1 / in, truncated at two standard deviations.
-        Biases are initialised to 0.
+        Biases and factors B are initialised to 0, factors A uniformly in +-1/sqrt(in).
       {options}
         With "fp8", shared experts use "highest".
 
@@ -150,6 +160,9 @@ class MoE(OnRanks):
         transport: str = "auto",
         capacity_factor: float | None = None,
         fp8_exchange: bool = False,
+        lora_rank: int = 0,
+        lora_alpha: float | None = None,
+        lora_shared: Sequence[str] = (),
         dtype: torch.dtype | None = None,
         param_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -231,7 +244,14 @@ class MoE(OnRanks):
         # Not buffers: DDP broadcasts the buffers of rank 0, but each rank has its own counts.
         self.tokens_per_expert = self.qb_histogram = None
         self._reset_counts()
+        self.lora = NewLora(0, 1.0, ())
+        for name in LORA_NAMES:
+            self.register_parameter(name, None)
         self._reset_own_parameters()
+        lora = new_lora(lora_rank, lora_alpha, lora_shared)
+        if lora.rank:
+            self.requires_grad_(False)
+            self._add_lora(lora)
 
     def _reset_counts(self) -> None:
         """Sets the counts to 0, on the device of the bias."""
@@ -243,13 +263,46 @@ class MoE(OnRanks):
         if self.options.qb_bins is not None:
             self.qb_histogram = torch.zeros(self.num_experts, self.options.qb_bins, **kind)
 
+    def _check_without_lora(self) -> None:
+        """Raises ValueError if the layer cannot get adapters."""
+        if self.lora.rank:
+            raise ValueError(f"module: got a layer with adapters of rank {self.lora.rank}, expected one without")
+        mesh = getattr(self.down_proj, "device_mesh", None)
+        if mesh is not None and mesh.ndim > 1:
+            raise ValueError("module: got a layer under fully_shard, expected add_lora before fully_shard")
+
+    def _add_lora(self, lora: NewLora) -> None:
+        """Adds factors with their initial values."""
+        self.lora = lora
+        self.options = dataclasses.replace(self.options, lora_scale=lora.scale)
+        self.options_of_replay = self.options.without_selection()
+        sizes = dict(e=self.local_experts, d=self.in_features, p=self.parts, f=self.hidden_features)
+        device, mesh = local_part(self.down_proj).device, getattr(self.down_proj, "device_mesh", None)
+        for field, shape in factor_shapes(sizes, lora.rank, PROJECTIONS, lora.shared).items():
+            value = torch.empty(shape, dtype=torch.float32, device=device)
+            setattr(self, f"lora_{field}", nn.Parameter(sharded(value, None if field in lora.shared else mesh)))
+        self._reset_factors()
+
+    @torch.no_grad()
+    def _reset_factors(self) -> None:
+        for field in Lora._fields:
+            if (factor := getattr(self, f"lora_{field}")) is None:
+                continue
+            if field.startswith("b_"):
+                factor.zero_()
+            elif field in self.lora.shared:
+                draw(factor_uniform_, factor)
+            else:
+                draw(factor_uniform_, factor, self.num_experts, self.rank * self.local_experts)
+
     @torch.no_grad()
     def _reset_own_parameters(self) -> None:
         for name, value in self.named_parameters(recurse=False):
             if name.endswith("_bias"):
                 value.zero_()
-            else:
+            elif name not in LORA_NAMES:
                 draw(self.kernel_init, value, self.num_experts, self.rank * self.local_experts)
+        self._reset_factors()
         if self.expert_bias is not None:
             self.expert_bias.zero_()
 
@@ -264,7 +317,7 @@ class MoE(OnRanks):
           ValueError: a tensor is computed from others, by a parametrization or pruning. Then no parameter is changed.
         """
         own = [module for module in self.modules() if isinstance(module, Gate | SharedExpert)]
-        check_plain(self, self.up_name, f"{self.up_name}_bias", "down_proj", "down_proj_bias")
+        check_plain(self, self.up_name, f"{self.up_name}_bias", "down_proj", "down_proj_bias", *LORA_NAMES)
         for module in own:
             module.check_plain()
         for module in own:
@@ -393,10 +446,14 @@ class MoE(OnRanks):
         """The arguments of `run_layer` for x, as tensors whose gradients reach the parameters by autograd."""
         up_bias = getattr(self, self.up_bias_name)
         w_in, w_out = self._matrices()
+        lora = self._lora()
         if self.group is not None:
-            check_wrapping(
-                self, self.group, list(self._expert_tensors().values()), (w_in, w_out, up_bias, self.down_proj_bias)
-            )
+            of_experts = [f for name, f in lora._asdict().items() if name not in self.lora.shared]
+            weights = (w_in, w_out, up_bias, self.down_proj_bias, *of_experts)
+            check_wrapping(self, self.group, list(self._expert_tensors().values()), weights)
+            if self.local_experts == 1:  # `run_layer` cannot tell a shared factor from that of the only expert
+                shared = with_summed_gradients(self.group, *(getattr(lora, name) for name in self.lora.shared))
+                lora = lora._replace(**dict(zip(self.lora.shared, shared, strict=True)))
         check_current(quantized, w_in, w_out)
 
         def weight(value: Tensor) -> Tensor:  # float32 weights get unrounded gradients
@@ -408,12 +465,18 @@ class MoE(OnRanks):
             w_out=weight(w_out),
             b_in=None if up_bias is None else local_part(up_bias).to(x.dtype).reshape(w_in.shape[:-1]),
             b_out=None if self.down_proj_bias is None else local_part(self.down_proj_bias).to(x.dtype),
+            lora=None if not self.lora.rank else Lora(*(f if f is None else weight(f) for f in lora)),
         )
         if is_plain(self.gate):
             return tensors._replace(gate=self.gate.weight.T, gate_bias=self.gate.bias)
         for_gate, port = fork(x, mask)
         logits = _called("gate", self.gate, (*x.shape[:-1], ("E", self.num_experts)), for_gate)
         return tensors._replace(x=x.detach(), logits=logits.float(), port=port)
+
+    def _lora(self) -> Lora:
+        """The factors of this rank's experts."""
+        factors = (getattr(self, name) for name in LORA_NAMES)
+        return Lora(*(factor if factor is None else local_part(factor) for factor in factors))
 
     def _parameter_tensors(self, x: Tensor, given: dict[str, Tensor | None]) -> LayerTensors | None:
         """The arguments of `run_layer` with the parameters themselves, which costs the least host time.
@@ -428,19 +491,26 @@ class MoE(OnRanks):
         if self.group is not None or not is_plain(gate):
             return None
         assert isinstance(gate, Gate)
-        up, down = getattr(self, self.up_name), self.down_proj
-        up_bias, down_bias = getattr(self, self.up_bias_name), self.down_proj_bias
-        tensors = LayerTensors(x, up, down, up_bias, down_bias, gate.weight, gate.bias, **given)
-        if not is_plain_eager(x.device, tensors):
-            return None
+        up, down, up_bias, down_bias = [
+            private.parameter(self, name) for name in (self.up_name, "down_proj", self.up_bias_name, "down_proj_bias")
+        ]
+        gate_weight, gate_bias = private.parameter(gate, "weight"), private.parameter(gate, "bias")
+        tensors = LayerTensors(x, up, down, up_bias, down_bias, gate_weight, gate_bias, **given)
         dtype = x.dtype
         dtypes = (dtype, torch.float32)
+        lora = None if not self.lora.rank else self._lora()
+        if not is_plain_eager(x.device, tensors if lora is None else (*tensors, *lora)):
+            return None
+        if lora is not None:
+            if any(factor is not None and factor.dtype not in dtypes for factor in lora):
+                return None
+            tensors = tensors._replace(lora=lora)
         if up.dtype not in dtypes or down.dtype not in dtypes:
             return None
         if (up_bias is not None and up_bias.dtype != dtype) or (down_bias is not None and down_bias.dtype != dtype):
             return None
         E, F, D = self.num_experts, self.hidden_features, self.in_features
-        if up.shape != (E, self.parts * F, D) or down.shape != (E, D, F) or gate.weight.shape != (E, D):
+        if up.shape != (E, self.parts * F, D) or down.shape != (E, D, F) or gate_weight.shape != (E, D):
             return None
         return tensors if up_bias is None or up_bias.shape == up.shape[:2] else None
 
@@ -497,7 +567,8 @@ class MoE(OnRanks):
     def _expert_tensors(self) -> dict[str, Tensor]:
         """`expert_parameters` and the experts' buffers: pruning masks and state of parametrizations."""
         named = dict(self.named_parameters()) | dict(self.named_buffers())
-        named.pop("expert_bias", None)
+        for name in ("expert_bias", *(f"lora_{field}" for field in self.lora.shared)):  # every rank has the same
+            named.pop(name, None)
         return {name: t for name, t in named.items() if "." not in name or name.startswith("parametrizations.")}
 
     def _groups(self) -> list[Any]:
@@ -588,6 +659,9 @@ class MoE(OnRanks):
                 use_bias=self.down_proj_bias is not None,
                 shared_features=self.shared_features,
                 shared_gate=self.shared_expert_gate is not None,
+                lora_rank=self.lora.rank,
+                lora_alpha=self.lora.scale * self.lora.rank if self.lora.rank else None,
+                lora_shared=self.lora.shared,
                 dtype=self.dtype,
             )
         )

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from anabranch.lora import Lora
 from anabranch.options import LAYER_NAMES, LayerKeywords, LayerOptions, RouterOptions, check_names, takes_options
 from anabranch.precision import FP8, precision_number
 from anabranch.torch.binding import check, private
@@ -23,12 +24,14 @@ from anabranch.torch.layer.operands import (
     LayerOutput,
     Operands,
     cached_options,
+    factors_of,
     layer_config,
     quantized_fields,
     view_parameters,
+    with_shared_gradients,
 )
 from anabranch.torch.ops.balance import load_balance_loss, mean_of_squares
-from anabranch.torch.ops.experts import check_experts
+from anabranch.torch.ops.experts import check_experts, check_network_lora
 from anabranch.torch.ops.quantized import QuantizedExperts, check_current, check_fp8_operands
 from anabranch.torch.ops.router import quantile_operand, router_operands
 from anabranch.torch.parallel.parallel import check_parallel, place, sum_counts
@@ -79,13 +82,15 @@ def unflat(tensor: Tensor, leading: Sequence[int]) -> Tensor:
     return whole
 
 
-def checked_config(options: LayerOptions, num_experts: int, parts: int, loss_group: Any = None) -> LayerConfig:
-    """Checks the options of a layer; also used by the constructor of `MoE`. parts: P of w_in."""
+def checked_config(
+    options: LayerOptions, num_experts: int, parts: int, loss_group: Any = None, lora: Lora | None = None
+) -> LayerConfig:
+    """Checks the options of a layer; also used by the constructor of `MoE`. parts: P of w_in. lora: checked factors."""
     router = options.router(num_experts)
     coefficients = options.loss_coefficients()
     if check_group("loss_group", loss_group) is not None and not any(coefficients):
         raise ValueError("loss_group: got one without losses, expected aux_loss_coeff or z_loss_coeff, or None")
-    experts = options.experts(parts, router.topk)
+    experts = options.experts(parts, router.topk, lora)
     return layer_config(router, experts, num_experts, options.checked_align_size(), *map(bool, coefficients))
 
 
@@ -106,6 +111,7 @@ def moe(
     qb_bin_bounds: Tensor | tuple[float, float] | None = None,
     qb_bins: int | None = None,
     quantized: QuantizedExperts | None = None,
+    lora: Lora | None = None,
     loss_group: "ProcessGroup | None" = None,
     group: "ProcessGroup | None" = None,
     transport: str = "auto",
@@ -133,6 +139,8 @@ def moe(
       qb_bin_bounds, qb_bins: quantile balancing, see `route`. Pass `qb_histogram` of the result to `quantile_bias`.
       quantized: with precision "fp8", the result of `quantize_experts` for w_in and w_out, used in their place. None:
         they are quantised in the forward pass and again in the backward pass. Gradients are those of w_in and w_out.
+      lora: low-rank adapters of w_in and w_out, or None; see `Lora`. With a group, factors of E experts are divided
+        like w_in; a shared factor is the same on every rank. A rank with one expert passes that expert's factor.
       loss_group: a process group that shares a batch and contains this rank. The losses are those of the whole batch,
         the same on every rank, with one all-reduce of 2 E + 2 numbers. None: those of the tokens of `group`, or without
         `group` of this call's tokens.
@@ -160,8 +168,9 @@ def moe(
       TypeError: an argument has the wrong type or dtype.
       ValueError: an argument has a wrong shape or value, or a combination is not allowed.
 
-    Gradients: of x, gate, gate_bias, w_in, w_out, b_in and b_out, each in its operand's dtype; GEMMs accumulate in
-    float32. No double backward. Under torch.autocast a float32 x is rounded to the autocast dtype first.
+    Gradients: of x, gate, gate_bias, w_in, w_out, b_in, b_out and the LoRA factors, each in its operand's dtype; GEMMs
+    accumulate in float32. Operands without requires_grad cost nothing. No double backward. Under
+    torch.autocast a float32 x is rounded to the autocast dtype first.
     If ranks share a batch, each rank differentiates its own loss, and the objective is the mean of these losses, as in
     DDP and FSDP. With `group`, gradients of the gate, its bias and this rank's experts are those of the mean over its
     ranks and need no further division. Gradients of x, and without `group` of the gate, are this rank's part, which DDP
@@ -169,7 +178,8 @@ def moe(
     pass, with gradients for the same weights, or none does.
     If x and gate are bfloat16, a GPU rounds the gradient of the logits to bfloat16. With a float32 gate or a float16 x
     it keeps more bits.
-    Saved for backward: the operands, h [R, 2 or 1, F], the float32 logits, and [T, K]-sized routing.
+    Saved for backward: the operands, h [R, 2 or 1, F], the float32 logits, [T, K]-sized routing, and u [R, r] of an
+    adapter of w_in.
 
     Source: Shazeer et al. 2017 (arXiv:1701.06538), Fedus et al. 2021 (arXiv:2101.03961) for the load-balancing loss,
     Zoph et al. 2022 (arXiv:2202.08906) for the z-loss.
@@ -184,7 +194,7 @@ def moe(
         cached_options(LayerOptions, topk=topk, qb_bins=qb_bins, **options),
         LayerTensors(
             x, w_in, w_out, match_autocast(x, b_in), match_autocast(x, b_out), gate, gate_bias, expert_bias, token_mask,
-            forced_experts,
+            forced_experts, lora=lora,
         ),
         group=group,
         transport=transport,
@@ -215,6 +225,7 @@ class LayerTensors(NamedTuple):
     forced_experts: Any = None
     logits: Any = None
     port: Any = None
+    lora: Any = None
 
 
 class _Checked(NamedTuple):
@@ -246,15 +257,15 @@ def run_layer(
         group in the plain eager case.
       others: as in `moe`.
     """
-    x, w_in, w_out, b_in, b_out, gate, gate_bias, expert_bias, token_mask, forced_experts, logits, port = tensors
+    x, w_in, w_out, b_in, b_out, gate, gate_bias, expert_bias, token_mask, forced_experts, logits, port, lora = tensors
     parallel = check_parallel(group, transport, capacity_factor, fp8_exchange, precision_number(options.precision))
     ranks = 1 if parallel is None else parallel.ranks
     has_loss_group = check_group("loss_group", loss_group) is not None
-    matrices = (w_in, w_out, b_in, b_out, gate, gate_bias, expert_bias)
+    matrices = (w_in, w_out, b_in, b_out, gate, gate_bias, expert_bias, *factors_of(lora))
     config, router, coefficients = _check_cache.check(
         (x, token_mask, forced_experts, logits, port),
         matrices if quantized is None else (*matrices, *quantized_fields(quantized).values()),
-        (ranks, has_loss_group, type(quantized), are_parameters),
+        (ranks, has_loss_group, type(quantized), type(lora), are_parameters),
         lambda: _checked(
             options,
             ranks,
@@ -275,9 +286,10 @@ def run_layer(
         check.same_device("x", x, qb_bin_bounds=bounds)
     if group is not None:
         gate, gate_bias = with_mean_gradients(group, gate, gate_bias)
+        lora = with_shared_gradients(group, lora, w_in.shape[0])
     operands = Operands(
         tokens, w_in, w_out, b_in, b_out, gate, gate_bias, None, expert_bias, flat(token_mask, 0), flat(forced_experts),
-        None, bounds, flat(logits), flat(port),
+        None, bounds, flat(logits), flat(port), *(() if lora is None else lora),
     )  # fmt: skip
     if quantized is not None and config.network.precision == FP8:
         operands = operands._replace(**quantized_fields(quantized))
@@ -332,13 +344,14 @@ def _checked(options: LayerOptions, ranks: int, tensors: LayerTensors, quantized
     *leading, D = check.tensor("x", t.x, check.FLOATS, (..., "D")).shape
     layouts = options.layouts()
     dtypes = tuple(dict.fromkeys((t.x.dtype, torch.float32)))
-    local, parts = check_experts(layouts, t.x, dtypes, t.w_in, t.w_out, t.b_in, t.b_out)
+    sizes = check_experts(layouts, t.x, dtypes, t.w_in, t.w_out, t.b_in, t.b_out)
+    local, _, parts, _ = sizes
     if local < 1:
         raise ValueError(f"w_in: got {check.describe(t.w_in)}, expected at least one expert")
     E = local * ranks
     if t.logits is None:
         check.tensor("gate", t.gate, check.FLOATS, (("D", D), ("E", E)))
-    config = checked_config(options, E, parts, loss_group)
+    config = checked_config(options, E, parts, loss_group, check_network_lora(t.lora, t.x, sizes))
     assert config.router is not None
     check_fp8_operands(config.network.precision, layouts, "x", t.x, t.w_in, quantized)
     check.optional_tensor("gate_bias", t.gate_bias, check.FLOATS, (("E", E),))

@@ -11,12 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anabranch.lora import NAMES
 from anabranch.torch.binding.define import _ops, native_run
 from anabranch.torch.binding.derivatives import reject_derivative
 from anabranch.torch.binding.native import native
 from anabranch.torch.layer.operands import LayerConfig, LayerOutput, Operands
 from anabranch.torch.ops.experts import cast_weight
 from anabranch.torch.ops.experts_ops import QUANTIZED
+from anabranch.torch.ops.factors import FACTORS, factor_arguments
+from anabranch.torch.ops.gradients import request
 from anabranch.torch.ops.packed_ops import add_packed_operations, unpacked
 from anabranch.torch.ops.quantized import forward_operands
 
@@ -24,17 +27,18 @@ if native is not None:
     _ops.define(
         "layer_forward(Tensor x, Tensor? gate, Tensor? weights, Tensor? experts, Tensor? expert_bias, "
         "Tensor? token_mask, Tensor? forced_experts, Tensor? qb_bin_bounds, Tensor w_in, Tensor? b_in, Tensor w_out, "
-        f"Tensor? b_out, {QUANTIZED}, int config) -> "
+        f"Tensor? b_out, {QUANTIZED}, {FACTORS}, int config) -> "
         "(Tensor output, Tensor tokens_per_expert, Tensor dropped, Tensor weights, Tensor experts, Tensor score_sum, "
-        "Tensor lse, Tensor qb_histogram, Tensor h, Tensor maps, Tensor logits, Tensor dropped_by_source, Tensor zero)"
+        "Tensor lse, Tensor qb_histogram, Tensor h, Tensor lora_u, Tensor maps, Tensor logits, "
+        "Tensor dropped_by_source, Tensor zero)"
     )
     _ops.define(
         "layer_backward(Tensor d_output, Tensor? d_score_sum, Tensor? d_lse, Tensor? tokens, Tensor? gate, Tensor x, "
         "Tensor w_in, Tensor w_out, Tensor? b_in, Tensor? b_out, Tensor? token_mask, Tensor weights, Tensor? experts, "
-        f"Tensor? lse, Tensor h, Tensor? logits, Tensor maps, {QUANTIZED}, ScalarType w_in_dtype, "
-        "ScalarType w_out_dtype, ScalarType? d_x_dtype, bool needs_w_in, "
-        "bool needs_w_out, int config) -> (Tensor d_x, Tensor d_w_in, Tensor d_b_in, Tensor d_w_out, Tensor d_b_out, "
-        "Tensor d_gate, Tensor d_weights)"
+        f"Tensor? lse, Tensor h, Tensor? logits, Tensor maps, Tensor? lora_u, {QUANTIZED}, {FACTORS}, "
+        "ScalarType w_in_dtype, ScalarType w_out_dtype, int requested, bool needs_x, bool needs_gate, int config) -> "
+        "(Tensor d_x, Tensor d_w_in, Tensor d_b_in, Tensor d_w_out, Tensor d_b_out, Tensor d_gate, Tensor d_weights, "
+        f"{', '.join(f'Tensor d_{name}' for name in NAMES)})"
     )
     add_packed_operations(native)
     native.register_layer()
@@ -47,7 +51,7 @@ if native is not None:
 
 def _multiplies_natively(x: Tensor, gate: Tensor) -> bool:
     """Whether the native operations have the gate's GEMMs for these operands."""
-    if x.device.type == "cpu":
+    if x.is_cpu:
         return 1 not in gate.shape and x.shape[1] != 1
     return x.dtype == gate.dtype and x.dtype in (torch.float32, torch.bfloat16)
 
@@ -65,10 +69,11 @@ def forward(config: LayerConfig, o: Operands) -> LayerOutput:
     results = _layer_forward(
         o.x, o.gate, o.weights, o.experts, o.expert_bias, o.token_mask, o.forced_experts, o.qb_bin_bounds,
         cast_weight(config.network, o.w_in, dtype), o.b_in, cast_weight(config.network, o.w_out, dtype), o.b_out,
-        *((None,) * 4 if o.quantized_w_in_transposed is None else forward_operands(o.quantized())), config.number,
+        *((None,) * 4 if o.quantized_w_in_transposed is None else forward_operands(o.quantized())),
+        *factor_arguments(o.factors()), config.number,
     )  # fmt: skip
-    *of_caller, h, maps, logits, dropped_by_source, zero = results
-    saved = (h, None, None, None, logits, maps)
+    *of_caller, h, u, maps, logits, dropped_by_source, zero = results
+    saved = (h, u, None, None, None, logits, maps)
     return LayerOutput(*(*of_caller, *saved, dropped_by_source, zero))
 
 
@@ -89,18 +94,12 @@ def backward(
     """Gradients by operand name, for a router whose weights have no cotangent. saved: see `forward._Saved`."""
     s, mask, x = saved, saved.token_mask, saved.x
     tokens = x if mask is None else torch.where(mask[:, None], x, 0)  # 0 * NaN would be NaN
-    d_x, d_w_in, d_b_in, d_w_out, d_b_out, d_gate, d_weights = _layer_backward(
+    gradients = _layer_backward(
         torch.zeros_like(x) if d_output is None else d_output, *d_sums, tokens, s.gate, x,
         cast_weight(config.network, s.w_in, x.dtype), cast_weight(config.network, s.w_out, x.dtype), s.b_in, s.b_out,
-        mask, s.weights, s.experts, s.lse, s.h, s.logits, s.maps, *quantized,
-        s.w_in.dtype, s.w_out.dtype, x.dtype if needs["x"] else None, needs["w_in"], needs["w_out"], config.number,
+        mask, s.weights, s.experts, s.lse, s.h, s.logits, s.maps, s.lora_u, *quantized,
+        *factor_arguments(s.factors()), s.w_in.dtype, s.w_out.dtype, request(needs), needs["x"],
+        needs.get("gate", False), config.number,
     )  # fmt: skip
-    return {
-        "x": d_x,
-        "gate": d_gate,
-        "weights": d_weights,
-        "w_in": d_w_in,
-        "b_in": d_b_in,
-        "w_out": d_w_out,
-        "b_out": d_b_out,
-    }
+    names = ("x", "w_in", "b_in", "w_out", "b_out", "gate", "weights", *NAMES)
+    return dict(zip(names, gradients, strict=True))

@@ -17,6 +17,8 @@ from anabranch.torch.layer.gate import biased_gate_logits, gate_backward
 from anabranch.torch.layer.operands import LayerConfig, Operands, requested_cotangents
 from anabranch.torch.ops import torch_ops
 from anabranch.torch.ops.experts import cast_weight
+from anabranch.torch.ops.factors import factor_arguments
+from anabranch.torch.ops.gradients import OPERANDS, request
 from anabranch.torch.ops.quantized import backward_operands, forward_operands
 from anabranch.torch.ops.router import logits_gradient, run_route
 from anabranch.torch.parallel.alike import compare_options
@@ -54,6 +56,8 @@ class GroupOutput(NamedTuple):
     """int32 [E, bins]."""
     h: Tensor
     """Saved for backward, as are the following."""
+    lora_u: Tensor
+    """[R, r], of the adapter of w_in; no elements without it."""
     logits: Tensor
     row_of_slot: Tensor
     slot_of_row: Tensor
@@ -108,8 +112,14 @@ def _forward(config: GroupConfig, operands: Operands) -> GroupOutput:
     route = chosen.plan(remaining)
     early = layer.network.weight_early
     there = chosen.send_weights(route, weights) if early or chosen.weights_there else None
-    sums, h = torch_ops.experts(
-        *((x, *_sent(config, chosen, route, x)) if config.fp8_exchange else (chosen.send(route, x), None, None)),
+    arrived: tuple[Any, ...] = (x, None, None)  # x, quantised x and its scales
+    if not config.fp8_exchange:
+        arrived = chosen.send(route, x), None, None
+    else:
+        quantized = _sent(config, chosen, route, x)
+        arrived = x if operands.lora_a_in is None else dequantize(quantized, x.dtype), *quantized
+    sums, h, u = torch_ops.experts(
+        *arrived,
         there,
         route.row_of_slot,
         route.slot_of_row,
@@ -119,6 +129,7 @@ def _forward(config: GroupConfig, operands: Operands) -> GroupOutput:
         cast_weight(layer.network, operands.w_out, x.dtype),
         operands.b_out,
         *forward_operands(operands.quantized()),
+        *factor_arguments(operands.factors()),
         *_network(config, chosen.topk),
     )
     output = chosen.collect(route, sums, None if there is not None else weights, x.dtype)
@@ -127,7 +138,7 @@ def _forward(config: GroupConfig, operands: Operands) -> GroupOutput:
     elif operands.gate is None:
         logits = no_floats  # an autograd function must not return an argument
     return GroupOutput(
-        output, counts, invalid + dropped, weights, experts, score_sum, lse, histogram, h, logits, *route
+        output, counts, invalid + dropped, weights, experts, score_sum, lse, histogram, h, u, logits, *route
     )  # fmt: skip
 
 
@@ -154,6 +165,7 @@ class _GroupLayer(Function):
             *(operands.gate, operands.gate_bias, operands.token_mask, selection.weights, selection.experts),
             *(result.h, result.logits if operands.logits is None else operands.logits, result.lse),
             *backward_operands(operands.quantized()),
+            *(None if operands.lora_a_in is None else result.lora_u, *operands.factors()),
             *(getattr(result, name) for name in Route._fields),
         )
 
@@ -169,7 +181,7 @@ def _backward(ctx, d):
     """Gradients by operand name. Every rank takes part in all collectives, even if it needs no gradient."""
     (
         x, w_in, w_out, b_in, b_out, gate, gate_bias, token_mask, weights, experts, h, logits, lse,
-        w_in_q, w_in_scales, w_out_q, w_out_scales, *route,
+        w_in_q, w_in_scales, w_out_q, w_out_scales, lora_u, lora_a_in, lora_b_in, lora_a_out, lora_b_out, *route,
     ) = ctx.saved_tensors  # fmt: skip
     config, route, dtype = ctx.config, Route(*route), x.dtype
     layer, chosen = config.layer, transport(config.transport, config.ranks)
@@ -187,9 +199,12 @@ def _backward(ctx, d):
     there = chosen.send_weights(route, weights) / P
     up, down = (cast_weight(layer.network, w, dtype) for w in (w_in, w_out))
     quantized = w_in_q, w_in_scales, w_out_q, w_out_scales
-    dh, d_w_out, d_b_out, d_there, *dh_quantized = torch_ops.experts_hidden(
+    factors = factor_arguments((lora_a_in, lora_b_in, lora_a_out, lora_b_out))
+    # Every rank sends the gradient of x, and of the weights, back to the tokens.
+    requested = request({name: needs[name] for name in OPERANDS} | {"x": True, "weights": True})
+    dh, d_w_out, d_b_out, d_there, *dh_quantized, v_in, d_a_out, d_b_factor_out = torch_ops.experts_hidden(
         d_rows, *d_rows_sent, h, arrived, there, route.slot_of_row, route.group_sizes, up, b_in, down, b_out,
-        w_out.dtype, needs["w_out"], *quantized, *options,
+        w_out.dtype, requested, *quantized, *factors, *options,
     )  # fmt: skip
     d_w = chosen.collect_weights(route, d_there)
     gradients, addend = {}, None
@@ -204,24 +219,31 @@ def _backward(ctx, d):
             gradients["logits"] = d_logits
     if gate is not None:
         tokens = x if token_mask is None else torch.where(token_mask[:, None], x, 0)  # 0 * NaN would be NaN
-        through = gate_backward(tokens, gate, d_logits)
-        addend, gradients["gate"] = through.x, through.gate.to(gate.dtype)
-        if gate_bias is not None:
+        through = gate_backward(tokens, gate, d_logits, needs_x=needs["x"], needs_gate=needs["gate"])
+        addend = through.x
+        if through.gate is not None:
+            gradients["gate"] = through.gate.to(gate.dtype)
+        if needs["gate_bias"]:
             gradients["gate_bias"] = d_logits.sum(0).to(gate_bias.dtype)
-    d_arrived, d_w_in, d_b_in = torch_ops.experts_inputs(
+    d_arrived, d_w_in, d_b_in, d_a_in, d_b_factor_in = torch_ops.experts_inputs(
         dh, *dh_quantized, arrived, None, route.row_of_slot, route.slot_of_row, route.group_sizes, up, b_in, down,
-        w_in.dtype, dtype, needs["w_in"], *quantized, *options,
+        lora_u, v_in, w_in.dtype, dtype, requested, *quantized, *factors, *options,
     )  # fmt: skip
     factor = weights.new_full((x.shape[0], chosen.returning), P)
     d_x_name, d_x_dtype = ("port", torch.float32) if needs["port"] else ("x", dtype)
     d_x = chosen.collect(route, d_arrived, factor, d_x_dtype, addend)
-    return gradients | {
+    gradients |= {
         d_x_name: d_x,
-        "w_in": d_w_in if needs["w_in"] else None,
-        "b_in": None if b_in is None else d_b_in,
-        "w_out": d_w_out if needs["w_out"] else None,
-        "b_out": None if b_out is None else d_b_out,
+        "w_in": d_w_in,
+        "b_in": d_b_in,
+        "w_out": d_w_out,
+        "b_out": d_b_out,
+        "lora_a_in": d_a_in,
+        "lora_b_in": d_b_factor_in,
+        "lora_a_out": d_a_out,
+        "lora_b_out": d_b_factor_out,
     }
+    return {name: gradient if needs[name] else None for name, gradient in gradients.items()}
 
 
 def group_layer(config: GroupConfig, operands: Operands) -> GroupOutput:

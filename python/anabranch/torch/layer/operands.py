@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from anabranch.lora import Lora
 from anabranch.options import ExpertsConfig, Network, RouterOptions
+from anabranch.torch.binding.group import with_summed_gradients
 from anabranch.torch.binding.native import native
 from anabranch.torch.ops.layer_ops import LayerNumbers, layer_numbers
 from anabranch.torch.ops.quantized import QuantizedExperts, as_quantized_experts
@@ -111,6 +113,11 @@ class Operands(NamedTuple):
     """float32 [T, E]."""
     port: Tensor | None = None
     """float32 [T, D], never read. Its gradient is the experts' part of the gradient of x, see `called_gate`."""
+    lora_a_in: Tensor | None = None
+    """This field and the next three are the fields of a Lora."""
+    lora_b_in: Tensor | None = None
+    lora_a_out: Tensor | None = None
+    lora_b_out: Tensor | None = None
     quantized_w_in: Tensor | None = None
     """This field and those below are the fields of a QuantizedExperts."""
     quantized_w_in_transposed: Tensor | None = None
@@ -125,6 +132,10 @@ class Operands(NamedTuple):
         This is a method because Dynamo of torch 2.9 and 2.10 does not follow properties of a NamedTuple.
         """
         return as_quantized_experts(self[-len(QuantizedExperts._fields) :])
+
+    def factors(self) -> tuple[Tensor | None, ...]:
+        """The fields of a Lora."""
+        return self.lora_a_in, self.lora_b_in, self.lora_a_out, self.lora_b_out
 
 
 def view_parameters(operands: Any, w_in_layout: str) -> Any:
@@ -151,6 +162,20 @@ def quantized_fields(quantized: QuantizedExperts | None) -> dict[str, Any]:
     return {f"quantized_{name}": tensor for name, tensor in quantized._asdict().items()}
 
 
+def factors_of(lora: Any) -> tuple[Any, ...]:
+    """The factors of a Lora; () for None, and for a value that the checks reject."""
+    return tuple(lora) if isinstance(lora, Lora) else ()
+
+
+def with_shared_gradients(group: Any, lora: Lora | None, num_experts: int) -> Lora | None:
+    """Adapters of a rank with this number of experts. Gradients of shared factors are summed over the ranks."""
+    if lora is None or num_experts == 1:
+        return lora
+    shared = [factor if factor is not None and factor.shape[0] == 1 else None for factor in lora]
+    summed = with_summed_gradients(group, *shared)
+    return Lora(*(factor if s is None else s for factor, s in zip(lora, summed, strict=True)))
+
+
 class LayerOutput(NamedTuple):
     """The results of the layer, flattened.
 
@@ -175,7 +200,9 @@ class LayerOutput(NamedTuple):
     qb_histogram: Tensor | None
     """int32 [E, bins]."""
     h: Tensor
-    """Saved for backward, as are the next four."""
+    """Saved for backward, as are the next five."""
+    lora_u: Tensor | None
+    """[R, r], of the adapter of w_in; no elements without it."""
     row_of_slot: Tensor | None
     slot_of_row: Tensor | None
     group_sizes: Tensor | None

@@ -19,6 +19,12 @@ def fan_in_normal_(parameter: Tensor) -> Tensor:
     return parameter.copy_(values.mul_(limit / math.sqrt(2.0)).clamp_(-limit, limit))
 
 
+def factor_uniform_(factor: Tensor, generator: torch.Generator | None = None) -> Tensor:
+    """Fills a LoRA factor A [..., in, r] with a uniform distribution in +-1/sqrt(in)."""
+    bound = 1 / math.sqrt(max(factor.shape[-2], 1))
+    return factor.uniform_(-bound, bound, generator=generator)
+
+
 def _fill(init: Initializer, matrix: Tensor) -> None:
     """Calls an initialiser. One that returns another tensor has not filled the matrix, so it is an error."""
     returned = init(matrix)

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
+from anabranch.lora import Lora, operand_fields
 from anabranch.options import ROUTED_NAMES, RoutedKeywords, RoutedOptions, check_names, takes_options
 from anabranch.precision import FP8, precision_number
 from anabranch.rows import check_num_slots
@@ -14,8 +15,16 @@ from anabranch.torch.binding.autocast import as_autocast, match_autocast
 from anabranch.torch.layer.forward import fused_layer
 from anabranch.torch.layer.moe import flat, unflat
 from anabranch.torch.layer.on_group import GroupConfig, group_layer
-from anabranch.torch.layer.operands import LayerConfig, Operands, cached_options, layer_config, quantized_fields
-from anabranch.torch.ops.experts import check_experts
+from anabranch.torch.layer.operands import (
+    LayerConfig,
+    Operands,
+    cached_options,
+    factors_of,
+    layer_config,
+    quantized_fields,
+    with_shared_gradients,
+)
+from anabranch.torch.ops.experts import check_experts, check_network_lora
 from anabranch.torch.ops.quantized import QuantizedExperts, check_current, check_fp8_operands
 from anabranch.torch.parallel.parallel import check_parallel, place, sum_counts
 
@@ -48,6 +57,7 @@ def routed_experts(
     b_in: Tensor | None = None,
     b_out: Tensor | None = None,
     quantized: QuantizedExperts | None = None,
+    lora: Lora | None = None,
     group: "ProcessGroup | None" = None,
     transport: str = "auto",
     capacity_factor: float | None = None,
@@ -69,6 +79,7 @@ def routed_experts(
       w_out: [E, F, D]; dtype of x, or float32, as in `moe`.
       b_in: [E, 2 or 1, F], b_out: [E, D]; dtype of x.
       quantized: with precision "fp8", the result of `quantize_experts` for w_in and w_out; None: as in `moe`.
+      lora: low-rank adapters of w_in and w_out, or None, as in `moe`; see `Lora`.
       group, transport, capacity_factor, fp8_exchange: expert parallelism, as in `moe`; experts are numbered over all
         ranks. Buffers hold K rows per token on each of P ranks, since an index may repeat; those of `moe` hold
         min(K, E/P).
@@ -81,13 +92,14 @@ def routed_experts(
       TypeError: an argument has the wrong type or dtype.
       ValueError: an argument has a wrong shape or value, or a combination is not allowed.
 
-    Gradients: of x, weights, w_in, w_out, b_in and b_out, each in its operand's dtype; GEMMs accumulate in float32.
-    No double backward. Under torch.autocast a float32 x is rounded to the autocast dtype first.
+    Gradients: of x, weights, w_in, w_out, b_in, b_out and the LoRA factors, each in its operand's dtype; GEMMs
+    accumulate in float32. Operands without requires_grad cost nothing. No double backward. Under torch.autocast a
+    float32 x is rounded to the autocast dtype first.
     With a group, gradients of the experts are those of the mean of the ranks' losses, as in `moe`.
     The gradient of a weight is exact also where the weight is 0, and 0 without an expert or for a dropped slot.
-    Saved for backward: the operands, h [R, 2 or 1, F], and [T, K]-sized integers.
+    Saved for backward: the operands, h [R, 2 or 1, F], [T, K]-sized integers, and u [R, r] of an adapter of w_in.
 
-    Source: semantics, sections 9 and 11.
+    Source: semantics, sections 9, 11 and 12.
 
     >>> experts, weights = torch.tensor([[0, 1], [1, -1]]), torch.tensor([[0.5, -0.5], [2.0, 0.0]])
     >>> w_in, w_out = torch.ones(2, 4, 1, 8), torch.ones(2, 8, 4) * torch.tensor([1.0, 2.0])[:, None, None]
@@ -103,15 +115,17 @@ def routed_experts(
     ranks = 1 if parallel is None else parallel.ranks
     config: LayerConfig = _check_cache.check(
         (x, experts, weights),
-        (w_in, w_out, b_in, b_out, *quantized_fields(quantized).values()),
-        (ranks, type(quantized)),
-        lambda: _checked(given, ranks, (x, w_in, w_out, b_in, b_out, experts, weights), quantized),
+        (w_in, w_out, b_in, b_out, *factors_of(lora), *quantized_fields(quantized).values()),
+        (ranks, type(quantized), type(lora)),
+        lambda: _checked(given, ranks, (x, w_in, w_out, b_in, b_out, experts, weights, lora), quantized),
         given,
     )
     check_current(quantized, w_in, w_out)
     leading, K, experts = x.shape[:-1], experts.shape[-1], check.as_indices(experts)
     tokens = flat(x)
     assert tokens is not None
+    if group is not None:
+        lora = with_shared_gradients(group, lora, w_in.shape[0])
     operands = Operands(
         x=tokens,
         w_in=w_in,
@@ -120,6 +134,7 @@ def routed_experts(
         b_out=b_out,
         weights=flat(weights.float()),
         experts=flat(experts),
+        **operand_fields(lora),
         **quantized_fields(quantized if config.network.precision == FP8 else None),
     )
     if parallel is None:
@@ -135,12 +150,13 @@ def routed_experts(
 
 def _checked(options: RoutedOptions, ranks: int, tensors: tuple[Any, ...], quantized: Any) -> LayerConfig:
     """Checks tensors and options of `routed_experts`; x and biases are already rounded for autocast."""
-    x, w_in, w_out, b_in, b_out, experts, weights = tensors
+    x, w_in, w_out, b_in, b_out, experts, weights, lora = tensors
     x = check.tensor("x", x, check.FLOATS, (..., "D"))
     *leading, _ = x.shape
     layouts = options.layouts()
     dtypes = tuple(dict.fromkeys((x.dtype, torch.float32)))
-    local, parts = check_experts(layouts, x, dtypes, w_in, w_out, b_in, b_out)
+    sizes = check_experts(layouts, x, dtypes, w_in, w_out, b_in, b_out)
+    local, _, parts, _ = sizes
     if local < 1:
         raise ValueError(f"w_in: got {check.describe(w_in)}, expected at least one expert")
     experts = check.tensor("experts", experts, check.INDICES, (*leading, "K"))
@@ -150,7 +166,7 @@ def _checked(options: RoutedOptions, ranks: int, tensors: tuple[Any, ...], quant
     check_num_slots("experts", math.prod(leading), K)
     check.tensor("weights", weights, check.FLOATS, (*leading, ("K", K)))
     check.same_device("x", x, experts=experts, weights=weights)
-    checked = options.experts(parts, K)
+    checked = options.experts(parts, K, check_network_lora(lora, x, sizes))
     check_fp8_operands(checked.precision, layouts, "x", x, w_in, quantized)
     return layer_config(None, checked, local * ranks, options.checked_align_size())
 

@@ -107,7 +107,7 @@ def is_plain(gate: nn.Module) -> bool:
         and "forward" not in gate.__dict__
         and Gate.forward is _GATE_FORWARD
         and not private.has_hooks(gate)
-        and _holds_data(gate.weight)
+        and _holds_data(private.parameter(gate, "weight"))
     )
 
 

@@ -11,12 +11,15 @@ import torch
 from torch import Tensor
 
 from anabranch.layouts import Layouts
+from anabranch.lora import NAMES, Lora, check_lora, check_pair
 from anabranch.options import EXPERTS_NAMES, ExpertsKeywords, ExpertsOptions, Network, check_names, takes_options
 from anabranch.precision import FP8, HIGHEST, check_fp8, check_fp8_widths, precision_number
 from anabranch.torch.binding import check
 from anabranch.torch.binding.autocast import as_autocast, match_autocast
-from anabranch.torch.binding.autograd import Function, needs_gradient
+from anabranch.torch.binding.autograd import Function
 from anabranch.torch.ops import torch_ops
+from anabranch.torch.ops.factors import factor_arguments
+from anabranch.torch.ops.gradients import OPERANDS, request
 from anabranch.torch.ops.quantized import (
     QuantizedExperts,
     as_quantized_experts,
@@ -36,8 +39,8 @@ def check_experts(
     b_in: Any,
     b_out: Any,
     num_experts: int | None = None,
-) -> tuple[int, int]:
-    """Checks weights and biases of the experts against x [..., D] and returns (E, P)."""
+) -> tuple[int, int, int, int]:
+    """Checks weights and biases of the experts against x [..., D] and returns (E, D, P, F)."""
     experts = "E" if num_experts is None else ("E", num_experts)
     D, dtype = ("D", x.shape[-1]), (x.dtype,)
     w_in = check.tensor("w_in", w_in, weight_dtypes, layouts.shape("w_in", e=experts, d=D, p="2 or 1", f="F"))
@@ -51,7 +54,7 @@ def check_experts(
         b_in = check.tensor("b_in", b_in, dtype, layouts.shape("b_in", e=E, p=P, f=F))
     b_out = check.optional_tensor("b_out", b_out, dtype, (E, D))
     check.same_device("x", x, w_in=w_in, w_out=w_out, b_in=b_in, b_out=b_out)
-    return sizes["e"], sizes["p"]
+    return sizes["e"], sizes["d"], sizes["p"], sizes["f"]
 
 
 def grouped_rows(name: str, value: Any) -> Tensor:
@@ -62,31 +65,84 @@ def grouped_rows(name: str, value: Any) -> Tensor:
     return rows
 
 
+def check_network_lora(lora: Any, x: Tensor, sizes: tuple[int, int, int, int]) -> Lora | None:
+    """Checks the argument `lora` of a layer against x and the sizes (E, D, P, F)."""
+    dtypes = tuple(dict.fromkeys((x.dtype, torch.float32)))
+    checked = check_lora(check.tensor, dtypes, lora, dict(zip("edpf", sizes, strict=True)))
+    if checked is not None:
+        check.same_device("x", x, **{f"lora.{name}": factor for name, factor in checked._asdict().items()})
+    return checked
+
+
 # ---------------------------------------------------------------- grouped matmul
 
 
 class _GroupedMatmul(Function):
+    """y of rows, and u with an adapter."""
+
     @staticmethod
-    def forward(x, w, group_sizes, transpose_w, precision, fp8_scales):
-        return torch_ops.grouped_matmul(x, w, group_sizes, transpose_w, precision, fp8_scales)
+    def forward(x, w, group_sizes, lora_a, lora_b, transpose_w, precision, fp8_scales, lora_scale):
+        options = transpose_w, precision, fp8_scales
+        if lora_a is None:
+            return torch_ops.grouped_matmul(x, w, group_sizes, *options)
+        factors = factor_arguments((lora_a, lora_b))
+        return torch_ops.grouped_matmul_lora(x, w, group_sizes, *factors, *options, lora_scale, True)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        x, w, group_sizes, ctx.transpose_w, *ctx.precision = inputs
+        x, w, group_sizes, lora_a, lora_b, ctx.transpose_w, *ctx.precision, ctx.lora_scale = inputs
         ctx.dtypes = x.dtype, w.dtype
-        ctx.save_for_backward(x if needs_gradient(ctx, 1) else None, w if needs_gradient(ctx, 0) else None, group_sizes)
+        needs_x, needs_w, _, needs_a, needs_b = ctx.needs_input_grad[:5]
+        u = None
+        if lora_a is not None:
+            u = output[1]
+            ctx.mark_non_differentiable(u)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(
+            x if needs_w or needs_a else None,
+            w if needs_x or needs_a else None,
+            group_sizes,
+            lora_a,
+            lora_b,
+            u if needs_b else None,
+        )
 
     @staticmethod
-    def backward(ctx, d_y):
-        x, w, group_sizes = ctx.saved_tensors
-        d_x = d_w = None
-        if w is not None:
-            d_x = torch_ops.grouped_matmul(d_y.to(ctx.dtypes[0]), w, group_sizes, not ctx.transpose_w, *ctx.precision)
-        if x is not None:
+    def backward(ctx, d_y, _=None):
+        if d_y is None:
+            return (None,) * 9
+        x, w, group_sizes, lora_a, lora_b, u = ctx.saved_tensors
+        needs_x, needs_w, _, needs_a, needs_b = ctx.needs_input_grad[:5]
+        d_x = d_w = d_a = d_b = v = None
+        options = not ctx.transpose_w, *ctx.precision
+        d_rows = d_y.to(ctx.dtypes[0])
+        if lora_a is not None and (needs_x or needs_a):
+            factors = factor_arguments((lora_b.mT, lora_a.mT))
+            d_x, v = torch_ops.grouped_matmul_lora(d_rows, w, group_sizes, *factors, *options, ctx.lora_scale, needs_x)
+        elif needs_x:
+            d_x = torch_ops.grouped_matmul(d_rows, w, group_sizes, *options)
+        precision = HIGHEST if ctx.precision[0] == FP8 else ctx.precision[0]
+        if needs_w:
             left, right = (d_y, x) if ctx.transpose_w else (x, d_y)
-            precision = HIGHEST if ctx.precision[0] == FP8 else ctx.precision[0]
-            d_w = torch_ops.grouped_matmul_dw(left, right, group_sizes, ctx.dtypes[1], precision)
-        return d_x, d_w, None, None, None, None
+            d_w = torch_ops.grouped_matmul_dw(left, right, group_sizes, ctx.dtypes[1], precision, False)
+        if needs_a:
+            d_a = torch_ops.grouped_matmul_dw(x, v, group_sizes, lora_a.dtype, precision, lora_a.shape[0] == 1)
+        if needs_b:
+            d_b = torch_ops.grouped_matmul_dw(u, d_y, group_sizes, lora_b.dtype, precision, lora_b.shape[0] == 1)
+        return d_x if needs_x else None, d_w, None, d_a, d_b, None, None, None, None
+
+
+def _check_pair(lora: Any, x: Tensor, E: int, N: int) -> tuple[Tensor | None, Tensor | None]:
+    """Checks the argument `lora` of `grouped_matmul`."""
+    if lora is None:
+        return None, None
+    if not isinstance(lora, tuple | list) or len(lora) != 2:
+        raise TypeError(f"lora: got {check.describe(lora)}, expected a pair of tensors (A, B)")
+    names = ("lora[0]", "lora[1]")
+    dtypes = tuple(dict.fromkeys((x.dtype, torch.float32)))
+    a, b = check_pair(check.tensor, dtypes, names, tuple(lora), E, ("D", x.shape[1]), (("N", N),))
+    check.same_device("x", x, **dict(zip(names, (a, b), strict=True)))
+    return a, b
 
 
 def grouped_matmul(
@@ -97,8 +153,12 @@ def grouped_matmul(
     transpose_w: bool = False,
     precision: str = "highest",
     fp8_scales: str = "float32",
+    lora: tuple[Tensor, Tensor] | None = None,
+    lora_scale: float = 1.0,
 ) -> Tensor:
     """Multiplies the rows of each expert by that expert's matrix: y = x w[e].
+
+    With an adapter (LoRA) y = x w[e] + u B[e], where u = lora_scale x A[e] is rounded to the dtype of x.
 
     Args:
       x: float32, bfloat16 or float16 [R, D]; rows are grouped by expert, expert 0 first.
@@ -109,6 +169,10 @@ def grouped_matmul(
       precision: "highest" or "tf32" for float32 x and w, forward and backward; see `moe`. "fp8" quantises x and w, and
         for the gradient of x d_y and w; D and N must be multiples of 128.
       fp8_scales: with "fp8", "float32" or "power_of_two"; see `moe`.
+      lora: LoRA factors (A, B), [E or 1, D, r] and [E or 1, r, N], or None; dtype of x, or float32. A first dimension
+        of 1 is one factor for all experts. Axes are in this order also with transpose_w. Transposed views are not
+        copied. "fp8" does not quantise A, B and u.
+      lora_scale: with `lora`, a finite number. It has no gradient.
 
     Returns:
       [R, N], dtype of x, accumulated in float32. Rows past the sum of the sizes are zero.
@@ -118,8 +182,9 @@ def grouped_matmul(
       ValueError: shapes do not match, an unknown precision, or devices differ.
 
     Gradient: d_x = d_y w[e]^T, zero past the sizes; d_w[e] = x^T d_y, zero for an expert without rows; dtypes of x and
-    w. No double backward. Under torch.autocast float32 x and w are rounded to the autocast dtype first. Source:
-    semantics, sections 6 and 11.
+    w. With an adapter d_x += v A[e]^T, d_A[e] = x^T v and d_B[e] = u^T d_y, where v = lora_scale d_y B[e]^T; dtypes of
+    A and B. Operands without requires_grad cost nothing. No double backward. Under torch.autocast float32 x and w are
+    rounded to the autocast dtype first. Source: semantics, sections 6, 11 and 12.
 
     >>> w = torch.tensor([[[1.0], [1.0]], [[2.0], [3.0]]])
     >>> grouped_matmul(torch.ones(3, 2), w, torch.tensor([1, 2])).ravel().tolist()
@@ -136,8 +201,13 @@ def grouped_matmul(
     precision_options = number, check_fp8(number, fp8_scales)
     if number == FP8:
         check_fp8_widths("w", check.describe(w), D=D, N=w.shape[1 if transpose_w else 2])
-    y: Tensor = _GroupedMatmul.call(x, w, sizes, transpose_w, *precision_options)
-    return y
+    scale = check.number("lora_scale", lora_scale)
+    a, b = _check_pair(lora, x, E, w.shape[1 if transpose_w else 2])
+    if a is None:
+        y: Tensor = _GroupedMatmul.call(x, w, sizes, None, None, transpose_w, *precision_options, 0.0)
+        return y
+    result: Tensor = _GroupedMatmul.call(x, w, sizes, a, b, transpose_w, *precision_options, scale)[0]
+    return result
 
 
 # ---------------------------------------------------------------- feed-forward network
@@ -148,47 +218,50 @@ def cast_weight(options: Network, weight: Tensor, dtype: torch.dtype) -> Tensor:
     return weight if options.precision == FP8 or weight.dtype == dtype else weight.to(dtype)
 
 
+_NUM_QUANTIZED = len(QuantizedExperts._fields)
+
+
 class _ExpertFfn(Function):
     """y and h of rows. Float32 w_in and w_out beside 16-bit rows get unrounded float32 gradients."""
 
-    tensors = tuple(f"quantized_{name}" for name in QuantizedExperts._fields)
+    tensors = (*(f"quantized_{name}" for name in QuantizedExperts._fields), *NAMES)
 
     @staticmethod
     def forward(options, rows, group_sizes, w_in, b_in, w_out, b_out, weights, *tensors):
         up, down = (cast_weight(options, w, rows.dtype) for w in (w_in, w_out))
-        quantized = forward_operands(as_quantized_experts(tensors))
-        return torch_ops.ffn(rows, None, group_sizes, up, b_in, down, b_out, weights, *quantized, *options)
+        quantized, factors = tensors[:_NUM_QUANTIZED], factor_arguments(tensors[_NUM_QUANTIZED:])
+        operands = forward_operands(as_quantized_experts(quantized))
+        return torch_ops.ffn(rows, None, group_sizes, up, b_in, down, b_out, weights, *operands, *factors, *options)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.options, *tensors = inputs
-        _, h = output
-        ctx.mark_non_differentiable(h)
+        _, h, u = output
+        ctx.mark_non_differentiable(h, u)
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(h, *tensors[:7], *backward_operands(as_quantized_experts(tensors[7:])))
+        operands, quantized, factors = tensors[:7], tensors[7:-4], tensors[-4:]
+        ctx.save_for_backward(
+            h, *operands, *backward_operands(as_quantized_experts(quantized)), u if factors[0] is not None else None,
+            *factors,
+        )  # fmt: skip
 
     @staticmethod
-    def backward(ctx, d_y, _):
+    def backward(ctx, d_y, *_):
+        names = ("", "x", "", "w_in", "b_in", "w_out", "b_out", "weights", *[""] * _NUM_QUANTIZED, *NAMES)
         if d_y is None:
-            return (None,) * 14
-        h, rows, group_sizes, w_in, b_in, w_out, b_out, weights, *quantized = ctx.saved_tensors
+            return (None,) * len(names)
+        h, rows, group_sizes, w_in, b_in, w_out, b_out, weights, *others = ctx.saved_tensors
+        *quantized, u = others[:5]
         up, down = (cast_weight(ctx.options, w, rows.dtype) for w in (w_in, w_out))
-        gradients = torch_ops.ffn_backward(
-            d_y, h, rows, None, group_sizes, up, b_in, down, b_out, weights, w_in.dtype, w_out.dtype, *quantized,
-            *ctx.options,
+        needs = dict(zip(names, ctx.needs_input_grad, strict=True))
+        results = torch_ops.ffn_backward(
+            d_y, h, rows, None, group_sizes, up, b_in, down, b_out, weights, u, w_in.dtype, w_out.dtype, request(needs),
+            *quantized, *factor_arguments(others[5:]), *ctx.options,
         )  # fmt: skip
-        d_rows, d_w_in, d_b_in, d_w_out, d_b_out, d_weights = gradients
-        return (
-            None,
-            d_rows,
-            None,
-            d_w_in,
-            None if b_in is None else d_b_in,
-            d_w_out,
-            None if b_out is None else d_b_out,
-            None if weights is None else d_weights.to(weights.dtype),
-            *(None,) * len(QuantizedExperts._fields),
-        )
+        gradients = dict(zip(OPERANDS, results, strict=True))
+        if needs["weights"]:
+            gradients["weights"] = gradients["weights"].to(weights.dtype)
+        return tuple(gradients[name] if name and needs[name] else None for name in names)
 
 
 def run_ffn(
@@ -201,10 +274,12 @@ def run_ffn(
     b_out: Tensor | None,
     weights: Tensor | None,
     quantized: QuantizedExperts | None = None,
+    lora: Lora | None = None,
 ) -> Tensor:
     """`expert_ffn` on checked arguments."""
-    fields = (None,) * len(QuantizedExperts._fields) if quantized is None else quantized
-    y: Tensor = _ExpertFfn.call(options, rows, group_sizes, w_in, b_in, w_out, b_out, weights, *fields)[0]
+    fields = (None,) * _NUM_QUANTIZED if quantized is None else quantized
+    factors = Lora() if lora is None else lora
+    y: Tensor = _ExpertFfn.call(options, rows, group_sizes, w_in, b_in, w_out, b_out, weights, *fields, *factors)[0]
     return y
 
 
@@ -219,6 +294,7 @@ def expert_ffn(
     b_out: Tensor | None = None,
     weights: Tensor | None = None,
     quantized: QuantizedExperts | None = None,
+    lora: Lora | None = None,
     **options: Unpack[ExpertsKeywords],
 ) -> Tensor:
     """The feed-forward network of each expert on its rows: y = w (a W_out[e] + b_out[e]).
@@ -237,6 +313,7 @@ def expert_ffn(
       weights: w, float [R]; None: 1.
       quantized: with precision "fp8", the result of `quantize_experts` for w_in and w_out; None: they are quantised in
         every call.
+      lora: low-rank adapters of w_in and w_out, or None; see `Lora`.
       {options}
 
     Returns:
@@ -247,10 +324,10 @@ def expert_ffn(
       ValueError: shapes do not match, an unknown activation or precision, weight_early without weights, or devices
         differ.
 
-    Gradient: of rows, w_in, w_out, b_in, b_out and weights, each in its own dtype; exact also where a weight is 0. It
-    is zero for an expert without rows. Saved for backward: the arguments and h [R, P, F]. No double backward. Under
-    torch.autocast float32 rows and biases are rounded to the autocast dtype first. Source: semantics, sections 6 and
-    11.
+    Gradient: of rows, w_in, w_out, b_in, b_out, weights and the LoRA factors, each in its own dtype; exact also where a
+    weight is 0. It is zero for an expert without rows. Operands without requires_grad cost nothing. Saved for backward:
+    the arguments, h [R, P, F], and u [R, r] of an adapter of w_in. No double backward. Under torch.autocast float32
+    rows and biases are rounded to the autocast dtype first. Source: semantics, sections 6, 11 and 12.
 
     >>> w_in, w_out = torch.ones(1, 1, 1, 3), torch.ones(1, 3, 1)
     >>> expert_ffn(torch.ones(2, 1), w_in, w_out, torch.tensor([1]), activation="relu").tolist()
@@ -263,12 +340,13 @@ def expert_ffn(
     given = ExpertsOptions(**options)
     layouts = given.layouts()
     dtypes = tuple(dict.fromkeys((rows.dtype, torch.float32)))
-    _, P = check_experts(layouts, rows, dtypes, w_in, w_out, b_in, b_out, num_experts=sizes.shape[0])
+    of_w_in = check_experts(layouts, rows, dtypes, w_in, w_out, b_in, b_out, num_experts=sizes.shape[0])
+    lora = check_network_lora(lora, rows, of_w_in)
     weights = check.optional_tensor("weights", weights, check.FLOATS, (("R", rows.shape[0]),))
-    network = given.experts(P, 0).network()
+    network = given.experts(of_w_in[2], 0, lora).network()
     quantized = check_fp8_operands(network.precision, layouts, "rows", rows, w_in, quantized)
     check_current(quantized, w_in, w_out)
     if network.weight_early and weights is None:
         raise ValueError("weight_early: got True without weights, expected weights [R]")
     check.same_device("rows", rows, group_sizes=sizes, weights=weights)
-    return run_ffn(network, rows, sizes, w_in, w_out, b_in, b_out, weights, quantized)
+    return run_ffn(network, rows, sizes, w_in, w_out, b_in, b_out, weights, quantized, lora)

@@ -1,15 +1,19 @@
 """The experts' operations: grouped GEMM, and the feed-forward network on rows and on tokens."""
 
 import functools
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from anabranch.layouts import Layouts
+from anabranch.lora import NAMES
 from anabranch.options import Network, schema_of
-from anabranch.precision import BLOCK, FP8
+from anabranch.precision import BLOCK, FP8, HIGHEST
 from anabranch.torch.binding import calls
 from anabranch.torch.binding.define import define
+from anabranch.torch.ops.factors import FACTORS, NO_FACTORS, Factors
+from anabranch.torch.ops.gradients import FROM_DH, OPERANDS, allocate, gradient_fields, requested_names
 
 _LAYOUT_FIELDS = ("w_in", "d_w_in", "w_out", "d_w_out", "h", "dh", "b_in", "d_b_in")
 
@@ -127,20 +131,50 @@ quantize_experts = define(
 )
 
 
+_LORA_FIELDS = ("lora_a", "lora_b")
+
+
+def _grouped_matmul_calls(results, x, w, group_sizes, factors, transpose_w, precision, fp8_scales, lora_scale):
+    y, u = results
+    options = dict(transpose_w=transpose_w, precision=precision, fp8_scales=fp8_scales)
+    lora = {**factors.tensors(), "lora_u": u, "group_sizes": group_sizes, "y": y}
+    orders = factors.orders()
+    if precision != FP8:
+        return calls.grouped_matmul({"x": x, "w": w, **lora}, orders, **options, lora_scale=lora_scale)
+    R, D = x.shape
+    q, scales = _e4m3(x, R, D), _scales(x, R, D // BLOCK)
+    prepared = [calls.quantize_rows({"x": x, "q": q, "scales": scales}, fp8_scales=fp8_scales)]
+    w_q, w_scales, weights = _quantized(w, (0, 1, 2), fp8_scales, transposed=not transpose_w)
+    prepared.append(weights)
+    if u is not None:  # quantised rows take u, which another call computes from the rows
+        prepared.append(_low_rank_call(u, x, group_sizes, factors, lora_scale))
+        del lora["lora_a"], orders["lora_a"]
+    operands = {"x": q, "x_scales": scales, "w_q": w_q, "w_scales": w_scales}
+    return *prepared, calls.grouped_matmul({**operands, **lora}, orders, **options)
+
+
+def _low_rank_call(u, x, group_sizes, factors, lora_scale, precision=HIGHEST):
+    """The C call that computes u = s x A alone: a GEMM with matrices without columns."""
+    a, b = factors["lora_a"], factors["lora_b"]
+    E, D, r = group_sizes.shape[0], x.shape[1], a.shape[2]
+    tensors = {
+        "x": x,
+        "w": x.new_empty((E, D, 0)),
+        "group_sizes": group_sizes,
+        "y": x.new_empty((x.shape[0], 0)),
+        "lora_a": a.tensor,
+        "lora_b": b.tensor.new_empty((1, r, 0)),
+        "lora_u": u,
+    }
+    return calls.grouped_matmul(tensors, {"lora_a": a.order}, lora_scale=lora_scale, precision=precision)
+
+
 def _allocate_grouped_matmul(x, w, group_sizes, transpose_w, precision, fp8_scales):
     return x.new_empty((x.shape[0], w.shape[1 if transpose_w else 2]))
 
 
-def _grouped_matmul(y, x, w, group_sizes, transpose_w, precision, fp8_scales):
-    options = dict(transpose_w=transpose_w, precision=precision, fp8_scales=fp8_scales)
-    if precision != FP8:
-        return calls.grouped_matmul({"x": x, "w": w, "group_sizes": group_sizes, "y": y}, **options)
-    R, D = x.shape
-    q, scales = _e4m3(x, R, D), _scales(x, R, D // BLOCK)
-    rows = calls.quantize_rows({"x": x, "q": q, "scales": scales}, fp8_scales=fp8_scales)
-    w_q, w_scales, weights = _quantized(w, (0, 1, 2), fp8_scales, transposed=not transpose_w)
-    operands = {"x": q, "x_scales": scales, "w_q": w_q, "w_scales": w_scales}
-    return rows, weights, calls.grouped_matmul({**operands, "group_sizes": group_sizes, "y": y}, **options)
+def _grouped_matmul(y, x, w, group_sizes, *options):
+    return _grouped_matmul_calls((y, None), x, w, group_sizes, Factors((None, None, 0), _LORA_FIELDS), *options, 0.0)
 
 
 grouped_matmul = define(
@@ -150,17 +184,48 @@ grouped_matmul = define(
 )
 
 
-def _grouped_matmul_dw(d_w, x, d_y, group_sizes, dtype, precision):
+def _allocate_grouped_matmul_lora(
+    x, w, group_sizes, lora_a, lora_b, lora_orders, transpose_w, precision, fp8_scales, lora_scale, needs_y
+):
+    factors = Factors((lora_a, lora_b, lora_orders), _LORA_FIELDS)
+    y = _allocate_grouped_matmul(x, w, group_sizes, transpose_w, precision, fp8_scales)
+    return y if needs_y else x.new_empty((0,)), x.new_empty((x.shape[0], factors.rank("lora_a")))
+
+
+def _grouped_matmul_lora(
+    results, x, w, group_sizes, lora_a, lora_b, lora_orders, transpose_w, precision, fp8_scales, lora_scale, needs_y
+):
+    factors = Factors((lora_a, lora_b, lora_orders), _LORA_FIELDS)
+    if not needs_y:
+        return _low_rank_call(
+            results[1], x, group_sizes, factors, lora_scale, HIGHEST if precision == FP8 else precision
+        )
+    return _grouped_matmul_calls(results, x, w, group_sizes, factors, transpose_w, precision, fp8_scales, lora_scale)
+
+
+#: y = x w + u B, and u = s x A; without needs_y u alone.
+grouped_matmul_lora = define(
+    "grouped_matmul_lora(Tensor x, Tensor w, Tensor group_sizes, Tensor lora_a, Tensor lora_b, int lora_orders, "
+    "bool transpose_w, int precision, int fp8_scales, float lora_scale, bool needs_y) -> (Tensor y, Tensor u)",
+    _allocate_grouped_matmul_lora,
+    _grouped_matmul_lora,
+)
+
+
+def _grouped_matmul_dw(d_w, x, d_y, group_sizes, dtype, precision, shared):
     tensors = {"x": x, "d_y": d_y, "group_sizes": group_sizes, "d_w": d_w}
     return calls.grouped_matmul_dw(tensors, accumulate=0, precision=precision)
 
 
-def _allocate_grouped_matmul_dw(x, d_y, group_sizes, dtype, precision):
-    return x.new_empty((group_sizes.shape[0], x.shape[1], d_y.shape[1]), dtype=dtype)
+def _allocate_grouped_matmul_dw(x, d_y, group_sizes, dtype, precision, shared):
+    E = 1 if shared else group_sizes.shape[0]
+    return x.new_empty((E, x.shape[1], d_y.shape[1]), dtype=dtype)
 
 
+#: The gradient of the matrices [E, D, N], or of one that all experts share [1, D, N].
 grouped_matmul_dw = define(
-    "grouped_matmul_dw(Tensor x, Tensor d_y, Tensor group_sizes, ScalarType dtype, int precision) -> Tensor",
+    "grouped_matmul_dw(Tensor x, Tensor d_y, Tensor group_sizes, ScalarType dtype, int precision, bool shared) "
+    "-> Tensor",
     _allocate_grouped_matmul_dw,
     _grouped_matmul_dw,
 )
@@ -169,27 +234,66 @@ grouped_matmul_dw = define(
 #: Quantised experts in the orientation of the pass; None: with FP8 the operation quantises them.
 QUANTIZED = "Tensor? w_in_q, Tensor? w_in_scales, Tensor? w_out_q, Tensor? w_out_scales"
 
-_NETWORK = schema_of(Network)
+#: The factors of adapters and the options of a network.
+_OPTIONS = f"{FACTORS}, {schema_of(Network)}"
+
+
+class _Options(NamedTuple):
+    """The last arguments of the operations of the feed-forward network."""
+
+    factors: Factors
+    network: Network
+
+    @property
+    def orders(self) -> Any:
+        """The orders of axes for C calls."""
+        return self.factors.orders(_orders(self.network.w_in_layout, self.network.w_out_layout))
+
+    def low_rank(self, like: Any, rows: Any, a_name: str) -> Any:
+        """Empty rows of an adapter, such as u = s x A; None without the adapter."""
+        return like.new_empty((rows, self.factors.rank(a_name))) if a_name in self.factors else None
+
+    def gradients(self, names: frozenset[str], like: Any, *operands: str) -> tuple[Any, ...]:
+        """Empty gradients of factors; without elements if they are not requested."""
+        return tuple(
+            allocate(self.factors[name].tensor, True, self.factors[name].shape)
+            if name in names
+            else like.new_empty((0,))
+            for name in operands
+        )
+
+
+def _options(arguments):
+    """`_Options` from the arguments of FACTORS and of a network."""
+    number = len(NO_FACTORS)
+    return _Options(Factors(arguments[:number]), Network(*arguments[number:]))
+
+
+def _result(tensor, like):
+    """A tensor as a result: one without elements stands for None."""
+    return like.new_empty((0,)) if tensor is None else tensor
 
 
 def _allocate_ffn(
     x, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, weights,
     w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
-    o = Network(*options)
-    _, _, P, F = sizes_of_w_in(w_in, o.w_in_layout)
+    o = _options(options)
+    layout = o.network.w_in_layout
+    _, _, P, F = sizes_of_w_in(w_in, layout)
     R = (x if slot_of_row is None else slot_of_row).shape[0]
-    return x.new_empty((R, x.shape[1])), x.new_empty(_hidden(o.w_in_layout, R, P, F))
+    u = _result(o.low_rank(x, R, "lora_a_in"), x)
+    return x.new_empty((R, x.shape[1])), x.new_empty(_hidden(layout, R, P, F)), u
 
 
 def _ffn(
     results, x, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, weights,
     w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
-    o = Network(*options)
-    y, h = results
-    operands_in, quantize_in = _quantized_operand("w_in", w_in, w_in_q, w_in_scales, o, transposed=True)
-    operands_out, quantize_out = _quantized_operand("w_out", w_out, w_out_q, w_out_scales, o, transposed=True)
+    o = _options(options)
+    y, h, u = results
+    operands_in, quantize_in = _quantized_operand("w_in", w_in, w_in_q, w_in_scales, o.network, transposed=True)
+    operands_out, quantize_out = _quantized_operand("w_out", w_out, w_out_q, w_out_scales, o.network, transposed=True)
     network = calls.expert_ffn_forward(
         {
             "x": x,
@@ -202,47 +306,52 @@ def _ffn(
             "weights": weights,
             "y": y,
             "h": h,
+            "lora_u": u if "lora_a_in" in o.factors else None,
+            **o.factors.tensors(),
             **operands_in,
             **operands_out,
         },
-        _orders(o.w_in_layout, o.w_out_layout),
-        weight_early=o.weight_early,
-        **o.attributes(),
+        o.orders,
+        weight_early=o.network.weight_early,
+        **o.network.attributes(),
     )
     return [*quantize_in, *quantize_out, network]
 
 
-#: y [R, D] and h [R, P, F] from rows, or from tokens gathered by slot_of_row.
+#: y [R, D], h [R, P, F] and u [R, r] from rows, or from tokens gathered by slot_of_row. u has no elements without an
+#: adapter of w_in, here and below.
 ffn = define(
     "ffn(Tensor x, Tensor? slot_of_row, Tensor group_sizes, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, "
-    f"Tensor? weights, {QUANTIZED}, {_NETWORK}) -> (Tensor y, Tensor h)",
+    f"Tensor? weights, {QUANTIZED}, {_OPTIONS}) -> (Tensor y, Tensor h, Tensor lora_u)",
     _allocate_ffn,
     _ffn,
 )
 
 
 def _allocate_ffn_backward(
-    d_out, h, x, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, weights, w_in_dtype, w_out_dtype,
-    w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
+    d_out, h, x, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, weights, lora_u, w_in_dtype, w_out_dtype,
+    requested, w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
+    names = requested_names(requested)
     return (
-        x.new_empty((h.shape[0], x.shape[1])),
-        w_in.new_empty(w_in.shape, dtype=w_in_dtype),
-        x.new_empty((0,)) if b_in is None else b_in.new_empty(b_in.shape),
-        w_out.new_empty(w_out.shape, dtype=w_out_dtype),
-        x.new_empty((0,)) if b_out is None else b_out.new_empty(b_out.shape),
-        x.new_empty((0,) if weights is None else weights.shape, dtype=torch.float32),
+        allocate(x, "x" in names, (h.shape[0], x.shape[1])),
+        allocate(w_in, "w_in" in names, w_in.shape, w_in_dtype),
+        allocate(x, "b_in" in names, () if b_in is None else b_in.shape),
+        allocate(w_out, "w_out" in names, w_out.shape, w_out_dtype),
+        allocate(x, "b_out" in names, () if b_out is None else b_out.shape),
+        allocate(x, "weights" in names, () if weights is None else weights.shape, torch.float32),
+        *_options(options).gradients(names, x, *NAMES),
     )
 
 
 def _ffn_backward(
-    results, d_out, h, x, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, weights, w_in_dtype, w_out_dtype,
-    w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
+    results, d_out, h, x, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, weights, lora_u, w_in_dtype, w_out_dtype,
+    requested, w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
-    o = Network(*options)
-    dx_rows, d_w_in, d_b_in, d_w_out, d_b_out, d_weights = results
-    operands_in, quantize_in = _quantized_operand("w_in", w_in, w_in_q, w_in_scales, o, transposed=False)
-    operands_out, quantize_out = _quantized_operand("w_out", w_out, w_out_q, w_out_scales, o, transposed=False)
+    o, names = _options(options), requested_names(requested)
+    dx_rows, *others = results
+    operands_in, quantize_in = _quantized_operand("w_in", w_in, w_in_q, w_in_scales, o.network, transposed=False)
+    operands_out, quantize_out = _quantized_operand("w_out", w_out, w_out_q, w_out_scales, o.network, transposed=False)
     network = calls.expert_ffn_backward(
         {
             "x": x,
@@ -254,27 +363,26 @@ def _ffn_backward(
             "weights": weights,
             "h": h,
             "d_out": d_out,
-            "dx_rows": dx_rows,
-            "d_w_in": d_w_in,
-            "d_b_in": None if b_in is None else d_b_in,
-            "d_w_out": d_w_out,
-            "d_b_out": None if b_out is None else d_b_out,
-            "d_weights": None if weights is None else d_weights,
+            "dx_rows": dx_rows if "x" in names else None,
+            **gradient_fields(names, zip(OPERANDS[1:], others, strict=True)),
+            "lora_u": lora_u,
+            **o.factors.tensors(),
             **operands_in,
             **operands_out,
         },
-        _orders(o.w_in_layout, o.w_out_layout),
-        **o.attributes(),
+        o.orders,
+        **o.network.attributes(),
     )
     return [*quantize_in, *quantize_out, network]
 
 
-#: Gradients of rows, w_in, b_in, w_out, b_out and weights; [0] for an absent operand.
+#: The requested gradients of rows, w_in, b_in, w_out, b_out, weights and the factors; [0] for the others.
 ffn_backward = define(
     "ffn_backward(Tensor d_out, Tensor h, Tensor x, Tensor? slot_of_row, Tensor group_sizes, Tensor w_in, "
-    "Tensor? b_in, Tensor w_out, Tensor? b_out, Tensor? weights, ScalarType w_in_dtype, ScalarType w_out_dtype, "
-    f"{QUANTIZED}, {_NETWORK}) "
-    "-> (Tensor dx_rows, Tensor d_w_in, Tensor d_b_in, Tensor d_w_out, Tensor d_b_out, Tensor d_weights)",
+    "Tensor? b_in, Tensor w_out, Tensor? b_out, Tensor? weights, Tensor? lora_u, ScalarType w_in_dtype, "
+    f"ScalarType w_out_dtype, int requested, {QUANTIZED}, {_OPTIONS}) "
+    "-> (Tensor dx_rows, Tensor d_w_in, Tensor d_b_in, Tensor d_w_out, Tensor d_b_out, Tensor d_weights, "
+    f"{', '.join(f'Tensor d_{name}' for name in NAMES)})",
     _allocate_ffn_backward,
     _ffn_backward,
 )
@@ -285,10 +393,12 @@ def allocate_experts(
     w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
     """Empty results of `experts`."""
-    o = Network(*options)
-    _, _, P, F = sizes_of_w_in(w_in, o.w_in_layout)
+    o = _options(options)
+    layout, R = o.network.w_in_layout, slot_of_row.shape[0]
+    _, _, P, F = sizes_of_w_in(w_in, layout)
     read = x if x_q is None else x_q
-    return x.new_empty(read.shape), x.new_empty(_hidden(o.w_in_layout, slot_of_row.shape[0], P, F))
+    u = _result(o.low_rank(x, R, "lora_a_in"), x)
+    return x.new_empty(read.shape), x.new_empty(_hidden(layout, R, P, F)), u
 
 
 def experts_calls(
@@ -296,16 +406,18 @@ def experts_calls(
     w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
     """The C calls of `experts`."""
-    o = Network(*options)
-    out, h = results
+    given = _options(options)
+    factors, o = given
+    out, h, u = results
     R, F = slot_of_row.shape[0], sizes_of_w_in(w_in, o.w_in_layout)[3]
     operands_in, quantize_in = _quantized_operand("w_in", w_in, w_in_q, w_in_scales, o, transposed=True)
     operands_out, quantize_out = _quantized_operand("w_out", w_out, w_out_q, w_out_scales, o, transposed=True)
     fp8 = o.precision == FP8
     a, a_scales = (_e4m3(x, R, F), _scales(x, R, F // BLOCK)) if fp8 else (x.new_empty((R, F)), None)
+    z = given.low_rank(x, R, "lora_a_out")
     up = calls.expert_ffn_forward(
         {
-            "x": x if x_q is None else None,
+            "x": x if x_q is None or "lora_a_in" in factors else None,
             "x_q": x_q,
             "x_scales": x_scales,
             "slot_of_row": slot_of_row,
@@ -316,9 +428,12 @@ def experts_calls(
             "h": h,
             "a": a,
             "a_scales": a_scales,
+            "lora_u": u if "lora_a_in" in factors else None,
+            "lora_z": z,
+            **factors.tensors(),
             **operands_in,
         },
-        _orders(o.w_in_layout, o.w_out_layout),
+        given.orders,
         weight_early=o.weight_early and weights is not None,
         skip_rest=1,
         **o.attributes(),
@@ -336,7 +451,10 @@ def experts_calls(
             "row_of_slot": row_of_slot,
             "weights": weights,
             "out": out,
+            "lora_u": z,
+            "lora_b": None if z is None else factors["lora_b_out"].tensor,
         },
+        None if z is None else {"lora_b": factors["lora_b_out"].order},
         transpose_w=o.w_out_layout == "df" and not fp8,
         weight_early=o.weight_early and weights is not None,
         skip_rest=1,
@@ -346,44 +464,57 @@ def experts_calls(
     return *quantize_in, *quantize_out, up, down
 
 
-#: The experts on tokens [T, D] by the rows of a plan: the weighted sum per token, and h. With FP8, tokens may be given
-#: quantised; then x only determines the dtype of the results.
+#: The experts on tokens [T, D] by the rows of a plan: the weighted sum per token, h and u. With FP8, tokens may be
+#: given quantised; then x only determines the dtype of the results and, with an adapter of w_in, contains the same
+#: tokens for it.
 experts = define(
     "experts(Tensor x, Tensor? x_q, Tensor? x_scales, Tensor? weights, Tensor row_of_slot, Tensor slot_of_row, "
-    f"Tensor group_sizes, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, {QUANTIZED}, {_NETWORK}) -> "
-    "(Tensor output, Tensor h)",
+    f"Tensor group_sizes, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, {QUANTIZED}, {_OPTIONS}) -> "
+    "(Tensor output, Tensor h, Tensor lora_u)",
     allocate_experts,
     experts_calls,
 )
 
 
+def _needs_v_in(names, factors):
+    return "lora_a_in" in factors and not names.isdisjoint({"x", "lora_a_in"})
+
+
 def allocate_experts_hidden(
     d_out, d_out_q, d_out_scales, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
-    w_out_dtype, needs_w_out, w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
+    w_out_dtype, requested, w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
     """Empty results of `experts_hidden`."""
-    o = Network(*options)
-    _, _, P, F = sizes_of_w_in(w_in, o.w_in_layout)
-    R, fp8 = h.shape[0], o.precision == FP8
+    o, names = _options(options), requested_names(requested)
+    _, _, P, F = sizes_of_w_in(w_in, o.network.w_in_layout)
+    R, quantizes = h.shape[0], o.network.precision == FP8 and "x" in names
     return (
-        h.new_empty(h.shape),
-        w_out.new_empty(w_out.shape, dtype=w_out_dtype) if needs_w_out else x.new_empty((0,)),
-        x.new_empty((0,)) if b_out is None else b_out.new_empty(b_out.shape),
-        weights.new_empty(weights.shape, dtype=torch.float32),
-        _e4m3(x, R, P, F) if fp8 else x.new_empty((0,)),
-        _scales(x, R, P, F // BLOCK) if fp8 else x.new_empty((0,)),
+        allocate(h, not names.isdisjoint(FROM_DH), h.shape),
+        allocate(w_out, "w_out" in names, w_out.shape, w_out_dtype),
+        allocate(x, "b_out" in names, () if b_out is None else b_out.shape),
+        allocate(x, "weights" in names, weights.shape, torch.float32),
+        _e4m3(x, R, P, F) if quantizes else x.new_empty((0,)),
+        _scales(x, R, P, F // BLOCK) if quantizes else x.new_empty((0,)),
+        _result(o.low_rank(x, R, "lora_a_in") if _needs_v_in(names, o.factors) else None, x),
+        *o.gradients(names, x, "lora_a_out", "lora_b_out"),
     )
 
 
 def experts_hidden_calls(
     results, d_out, d_out_q, d_out_scales, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
-    w_out_dtype, needs_w_out, w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
+    w_out_dtype, requested, w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
     """The C calls of `experts_hidden`."""
-    o = Network(*options)
-    dh, d_w_out, d_b_out, d_weights, dh_q, dh_scales = results
-    fp8 = o.precision == FP8
+    given, names = _options(options), requested_names(requested)
+    factors, o = given
+    dh, d_w_out, d_b_out, d_weights, dh_q, dh_scales, v_in, d_a_out, d_b_factor = results
+    quantizes = o.precision == FP8 and "x" in names
     operands_out, quantize_out = _quantized_operand("w_out", w_out, w_out_q, w_out_scales, o, transposed=False)
+    of_operands = zip(
+        ("w_out", "b_out", "weights", "lora_a_out", "lora_b_out"),
+        (d_w_out, d_b_out, d_weights, d_a_out, d_b_factor),
+        strict=True,
+    )
     hidden = calls.expert_ffn_backward(
         {
             "x": x,
@@ -397,15 +528,15 @@ def experts_hidden_calls(
             "d_out": d_out,
             "d_out_q": d_out_q,
             "d_out_scales": d_out_scales,
-            "dh": dh,
-            "d_w_out": d_w_out if needs_w_out else None,
-            "d_b_out": None if b_out is None else d_b_out,
-            "d_weights": d_weights,
-            "dh_q": dh_q if fp8 else None,
-            "dh_scales": dh_scales if fp8 else None,
+            "dh": None if names.isdisjoint(FROM_DH) else dh,
+            **gradient_fields(names, of_operands),
+            "dh_q": dh_q if quantizes else None,
+            "dh_scales": dh_scales if quantizes else None,
+            "lora_v_in": v_in if _needs_v_in(names, factors) else None,
+            **factors.tensors(),
             **operands_out,
         },
-        _orders(o.w_in_layout, o.w_out_layout),
+        given.orders,
         skip_rest=1,
         **o.attributes(),
     )
@@ -416,67 +547,86 @@ def experts_hidden_calls(
 EXPERTS_HIDDEN = (
     "(Tensor d_out, Tensor? d_out_q, Tensor? d_out_scales, Tensor h, Tensor x, Tensor weights, "
     "Tensor slot_of_row, Tensor group_sizes, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, "
-    f"ScalarType w_out_dtype, bool needs_w_out, {QUANTIZED}, {_NETWORK})"
+    f"ScalarType w_out_dtype, int requested, {QUANTIZED}, {_OPTIONS})"
 )
-#: The first half of the backward pass of `experts`: dh, and the gradients of w_out, b_out, weights; [0] if not
-#: requested. With FP8 also dh quantised, with its scales. d_out may be given quantised in addition.
+#: The first half of the backward pass of `experts`: dh, and the gradients of w_out, b_out, weights and the factors of
+#: w_out; [0] for what the requested gradients do not need. For the gradient of x also dh quantised with FP8, and v_in
+#: with an adapter of w_in. d_out may be given quantised in addition.
 experts_hidden = define(
     f"experts_hidden{EXPERTS_HIDDEN} -> (Tensor dh, Tensor d_w_out, Tensor d_b_out, Tensor d_weights, Tensor dh_q, "
-    "Tensor dh_scales)",
+    "Tensor dh_scales, Tensor lora_v_in, Tensor d_lora_a_out, Tensor d_lora_b_out)",
     allocate_experts_hidden,
     experts_hidden_calls,
 )
 
 
 def allocate_experts_inputs(
-    dh, dh_q, dh_scales, x, addend, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out,
-    w_in_dtype, d_x_dtype, needs_w_in, w_in_q, w_in_scales, w_out_q, w_out_scales,
-    *options,
+    dh, dh_q, dh_scales, x, addend, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, lora_u, lora_v_in,
+    w_in_dtype, d_x_dtype, requested, w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
     """Empty results of `experts_inputs`."""
+    names = requested_names(requested)
     return (
-        x.new_empty((0,)) if d_x_dtype is None else x.new_empty(x.shape, dtype=d_x_dtype),
-        w_in.new_empty(w_in.shape, dtype=w_in_dtype) if needs_w_in else x.new_empty((0,)),
-        x.new_empty((0,)) if b_in is None else b_in.new_empty(b_in.shape),
+        allocate(x, "x" in names, x.shape, d_x_dtype),
+        allocate(w_in, "w_in" in names, w_in.shape, w_in_dtype),
+        allocate(x, "b_in" in names, () if b_in is None else b_in.shape),
+        *_options(options).gradients(names, x, "lora_a_in", "lora_b_in"),
     )
 
 
-def experts_inputs_calls(
-    results, dh, dh_q, dh_scales, x, addend, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out,
-    w_in_dtype, d_x_dtype, needs_w_in, w_in_q, w_in_scales, w_out_q, w_out_scales,
-    *options,
-):  # fmt: skip
-    """The C calls of `experts_inputs`."""
-    o = Network(*options)
-    d_x, d_w_in, d_b_in = results
+def _d_x_calls(
+    given, d_x, dh, dh_q, dh_scales, x, addend, row_of_slot, slot_of_row, group_sizes, w_in, lora_v_in, quantized
+):
+    """The C calls for d_x = dh W_in^T + v_in A_in^T, summed per token."""
+    factors, o = given
     E, D, P, F = sizes_of_w_in(w_in, o.w_in_layout)
     R, fp8, prepared = dh.shape[0], o.precision == FP8, []
-    if d_x_dtype is not None:
-        transposed = o.w_in_layout.startswith("d") or fp8
-        if fp8:
-            operands_in, quantize_in = _quantized_operand("w_in", w_in, w_in_q, w_in_scales, o, transposed=False)
-            prepared += quantize_in
-            operands = {
-                "x": dh_q.view(R, P * F),
-                "x_scales": dh_scales.view(R, P * F // BLOCK),
-                "w_q": operands_in["w_in_q"].view(E, D, P * F),
-                "w_scales": operands_in["w_in_scales"].view(E, D // BLOCK, P * F // BLOCK),
-            }
-        else:
-            w = w_in.view((E, D, P * F) if transposed else (E, P * F, D))
-            operands = {"x": dh.view(R, P * F), "w": w}
-        precision = {"precision": o.precision, "fp8_scales": o.fp8_scales}
-        operands["group_sizes"] = group_sizes
-        sum_tensors = {"row_of_slot": row_of_slot, "addend": addend, "out": d_x}
-        if fp8 and d_x_dtype != x.dtype:  # the fused call would round rows to the dtype of d_x
-            rows = x.new_empty((R, D))
-            prepared.append(calls.grouped_matmul({**operands, "y": rows}, transpose_w=transposed, **precision))
-            prepared.append(calls.combine({"rows": rows, **sum_tensors}))
-        else:
-            tensors = {**operands, "slot_of_row": slot_of_row, **sum_tensors}
-            options = {"transpose_w": transposed, "skip_rest": 1, "backward": 1, **precision}
-            prepared.append(calls.grouped_matmul_combine(tensors, **options))
-    if not needs_w_in and b_in is None:
+    transposed = o.w_in_layout.startswith("d") or fp8
+    if fp8:
+        operands_in, quantize_in = _quantized_operand("w_in", w_in, *quantized, o, transposed=False)
+        prepared += quantize_in
+        operands = {
+            "x": dh_q.view(R, P * F),
+            "x_scales": dh_scales.view(R, P * F // BLOCK),
+            "w_q": operands_in["w_in_q"].view(E, D, P * F),
+            "w_scales": operands_in["w_in_scales"].view(E, D // BLOCK, P * F // BLOCK),
+        }
+    else:
+        w = w_in.view((E, D, P * F) if transposed else (E, P * F, D))
+        operands = {"x": dh.view(R, P * F), "w": w}
+    orders, precision = None, {"precision": o.precision, "fp8_scales": o.fp8_scales}
+    operands["group_sizes"] = group_sizes
+    if "lora_a_in" in factors:
+        a_in = factors["lora_a_in"]
+        operands |= {"lora_u": lora_v_in, "lora_b": a_in.tensor}
+        orders = {"lora_b": tuple(a_in.order[axis] for axis in (0, 2, 1))}
+    sum_tensors = {"row_of_slot": row_of_slot, "addend": addend, "out": d_x}
+    if fp8 and d_x.dtype != x.dtype:  # the fused call would round rows to the dtype of d_x
+        rows = x.new_empty((R, D))
+        tensors = {**operands, "y": rows}
+        prepared.append(calls.grouped_matmul(tensors, orders, transpose_w=transposed, **precision))
+        prepared.append(calls.combine({"rows": rows, **sum_tensors}))
+    else:
+        tensors = {**operands, "slot_of_row": slot_of_row, **sum_tensors}
+        options = {"transpose_w": transposed, "skip_rest": 1, "backward": 1, **precision}
+        prepared.append(calls.grouped_matmul_combine(tensors, orders, **options))
+    return prepared
+
+
+def experts_inputs_calls(
+    results, dh, dh_q, dh_scales, x, addend, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, lora_u,
+    lora_v_in, w_in_dtype, d_x_dtype, requested, w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
+):  # fmt: skip
+    """The C calls of `experts_inputs`."""
+    given, names, prepared = _options(options), requested_names(requested), []
+    d_x, *of_weights = results
+    if "x" in names:
+        prepared += _d_x_calls(
+            given, d_x, dh, dh_q, dh_scales, x, addend, row_of_slot, slot_of_row, group_sizes, w_in, lora_v_in,
+            (w_in_q, w_in_scales),
+        )  # fmt: skip
+    operands = ("w_in", "b_in", "lora_a_in", "lora_b_in")
+    if names.isdisjoint(operands):
         return prepared
     weight_gradients = calls.expert_ffn_backward(
         {
@@ -485,12 +635,14 @@ def experts_inputs_calls(
             "group_sizes": group_sizes,
             "w_in": w_in,
             "w_out": w_out,
-            "dh": dh,
-            "d_w_in": d_w_in if needs_w_in else None,
-            "d_b_in": None if b_in is None else d_b_in,
+            "dh": None if names.isdisjoint({"w_in", "b_in", "lora_b_in"}) else dh,
+            **gradient_fields(names, zip(operands, of_weights, strict=True)),
+            "lora_u": lora_u if "lora_b_in" in names else None,
+            "lora_v_in": lora_v_in if "lora_a_in" in names else None,
+            **given.factors.tensors(),
         },
-        _orders(o.w_in_layout, o.w_out_layout),
-        **o.attributes(),
+        given.orders,
+        **given.network.attributes(),
     )
     return [*prepared, weight_gradients]
 
@@ -499,13 +651,14 @@ def experts_inputs_calls(
 EXPERTS_INPUTS = (
     "(Tensor dh, Tensor dh_q, Tensor dh_scales, Tensor x, Tensor? addend, Tensor row_of_slot, "
     "Tensor slot_of_row, Tensor group_sizes, "
-    "Tensor w_in, Tensor? b_in, Tensor w_out, ScalarType w_in_dtype, ScalarType? d_x_dtype, bool needs_w_in, "
-    f"{QUANTIZED}, {_NETWORK})"
+    "Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? lora_u, Tensor? lora_v_in, ScalarType w_in_dtype, "
+    f"ScalarType d_x_dtype, int requested, {QUANTIZED}, {_OPTIONS})"
 )
-#: The second half of the backward pass of `experts`: the gradients of x (plus `addend`, in `d_x_dtype`), w_in and b_in;
-#: [0] if not requested.
+#: The second half of the backward pass of `experts`: the gradients of x (plus `addend`, in `d_x_dtype`), w_in, b_in and
+#: the factors of w_in; [0] if not requested.
 experts_inputs = define(
-    f"experts_inputs{EXPERTS_INPUTS} -> (Tensor d_x, Tensor d_w_in, Tensor d_b_in)",
+    f"experts_inputs{EXPERTS_INPUTS} -> (Tensor d_x, Tensor d_w_in, Tensor d_b_in, Tensor d_lora_a_in, "
+    "Tensor d_lora_b_in)",
     allocate_experts_inputs,
     experts_inputs_calls,
 )

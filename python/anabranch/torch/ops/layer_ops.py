@@ -22,10 +22,12 @@ from anabranch.torch.ops.experts_ops import (
     experts_calls,
     experts_hidden_calls,
 )
+from anabranch.torch.ops.factors import FACTORS
+from anabranch.torch.ops.gradients import request
 from anabranch.torch.ops.router_ops import allocate_route, route_backward_calls, route_calls
 
 #: Options are passed as two lists: four separate numbers cost torch as much time as a list of twenty.
-_OPTIONS = "int[] integers, float[] numbers, str w_in_layout, str w_out_layout"
+_OPTIONS = f"{FACTORS}, int[] integers, float[] numbers, str w_in_layout, str w_out_layout"
 
 
 class LayerNumbers(NamedTuple):
@@ -38,7 +40,7 @@ class LayerNumbers(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """The options of the layer as arguments of the C calls."""
+    """The factors and the options of the layer as arguments of the C calls."""
 
     num_experts: int
     align_size: int
@@ -47,6 +49,13 @@ class _Parts(NamedTuple):
     """The fields of `router.Requested`."""
     router: Router
     network: Network
+    factors: tuple[Any, ...]
+    """The arguments of `FACTORS`."""
+
+    @property
+    def of_experts(self) -> tuple[Any, ...]:
+        """The last arguments of the experts' operations."""
+        return *self.factors, *self.network
 
     @property
     def selection(self) -> tuple[Any, ...]:
@@ -82,8 +91,9 @@ def layer_numbers(
     )
 
 
-def layer_parts(integers: Any, numbers: Any, w_in_layout: str, w_out_layout: str) -> _Parts:
-    """The inverse of `layer_numbers`."""
+def _parts(arguments: Any) -> _Parts:
+    """`_Parts` from the arguments of _OPTIONS."""
+    *factors, integers, numbers, w_in_layout, w_out_layout = arguments
     texts = {"w_in_layout": w_in_layout, "w_out_layout": w_out_layout}
     num_experts, align_size, qb_bins, *requested = integers[:6]
     remaining = iter(integers[6:])
@@ -93,7 +103,8 @@ def layer_parts(integers: Any, numbers: Any, w_in_layout: str, w_out_layout: str
         kinds = _KINDS[options].items()
         return options(**{name: texts[name] if kind is str else kind(next(values[kind])) for name, kind in kinds})
 
-    return _Parts(num_experts, align_size, qb_bins, tuple(map(bool, requested)), read(Router), read(Network))
+    selected = tuple(map(bool, requested))
+    return _Parts(num_experts, align_size, qb_bins, selected, read(Router), read(Network), tuple(factors))
 
 
 def allocate_layer(
@@ -101,7 +112,7 @@ def allocate_layer(
     w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
     """Empty results of `layer`."""
-    o = layer_parts(*options)
+    o = _parts(options)
 
     def integers(*shape):
         return x.new_empty(shape, dtype=torch.int32)
@@ -121,8 +132,8 @@ def allocate_layer(
         raise ValueError(f"align_size: got {o.align_size}, which requires {R} rows, expected fewer than 2^31")
     rows = (integers(T, K), integers(R), integers(o.num_experts))
     quantized = (w_in_q, w_in_scales, w_out_q, w_out_scales)
-    output, h = allocate_experts(x, None, None, weights, *rows, w_in, b_in, w_out, b_out, *quantized, *o.network)
-    return output, integers(o.num_experts), integers(), *routing, h, *rows
+    output, h, u = allocate_experts(x, None, None, weights, *rows, w_in, b_in, w_out, b_out, *quantized, *o.of_experts)
+    return output, integers(o.num_experts), integers(), *routing, h, u, *rows
 
 
 def layer_calls(
@@ -130,8 +141,8 @@ def layer_calls(
     b_out, w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
     """The C calls of `layer`."""
-    o, calls = layer_parts(*options), []
-    output, tokens_per_expert, dropped, *routing, h, row_of_slot, slot_of_row, group_sizes = results
+    o, calls = _parts(options), []
+    output, tokens_per_expert, dropped, *routing, h, u, row_of_slot, slot_of_row, group_sizes = results
     if logits is not None:
         weights, experts, score_sum, lse, histogram = routing
         routing_call = route_calls(
@@ -144,8 +155,8 @@ def layer_calls(
         experts, o.num_experts, slot_of_row.shape[0], o.align_size, 1,
     )  # fmt: skip
     network_calls = experts_calls(
-        (output, h), x, None, None, weights, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
-        w_in_q, w_in_scales, w_out_q, w_out_scales, *o.network,
+        (output, h, u), x, None, None, weights, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
+        w_in_q, w_in_scales, w_out_q, w_out_scales, *o.of_experts,
     )  # fmt: skip
     return [*calls, plan_call, *network_calls]
 
@@ -159,37 +170,41 @@ LAYER = (
 #: The layer from logits [T, E], or from given weights and experts [T, K]; then the results of routing have no elements.
 layer = define(
     f"layer{LAYER} -> (Tensor output, Tensor tokens_per_expert, Tensor dropped, Tensor weights, "
-    "Tensor experts, Tensor score_sum, Tensor lse, Tensor qb_histogram, Tensor h, Tensor row_of_slot, "
-    "Tensor slot_of_row, Tensor group_sizes)",
+    "Tensor experts, Tensor score_sum, Tensor lse, Tensor qb_histogram, Tensor h, Tensor lora_u, "
+    "Tensor row_of_slot, Tensor slot_of_row, Tensor group_sizes)",
     allocate_layer,
     layer_calls,
 )
 
 
+#: Routing reads the gradient of the weights, so `layer_hidden` always computes it.
+_WEIGHTS = request({"weights": True})
+
+
 def allocate_layer_hidden(
     d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
-    logits, experts, token_mask, lse, d_score_sum, d_lse, w_out_dtype, needs_w_out,
+    logits, experts, token_mask, lse, d_score_sum, d_lse, w_out_dtype, requested,
     w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
     """Empty results of `layer_hidden`."""
     results = allocate_experts_hidden(
-        d_out, None, None, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, w_out_dtype, needs_w_out,
-        w_in_q, w_in_scales, w_out_q, w_out_scales, *layer_parts(*options).network,
+        d_out, None, None, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, w_out_dtype,
+        requested | _WEIGHTS, w_in_q, w_in_scales, w_out_q, w_out_scales, *_parts(options).of_experts,
     )  # fmt: skip
     return *results, logits.new_empty(logits.shape)
 
 
 def layer_hidden_calls(
     results, d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
-    logits, experts, token_mask, lse, d_score_sum, d_lse, w_out_dtype, needs_w_out,
+    logits, experts, token_mask, lse, d_score_sum, d_lse, w_out_dtype, requested,
     w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
     """The C calls of `layer_hidden`."""
-    o = layer_parts(*options)
+    o = _parts(options)
     *experts_results, d_logits = results
     hidden = experts_hidden_calls(
         experts_results, d_out, None, None, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
-        w_out_dtype, needs_w_out, w_in_q, w_in_scales, w_out_q, w_out_scales, *o.network,
+        w_out_dtype, requested | _WEIGHTS, w_in_q, w_in_scales, w_out_q, w_out_scales, *o.of_experts,
     )  # fmt: skip
     d_weights = experts_results[3]
     routing = route_backward_calls(d_logits, logits, experts, token_mask, lse, d_weights, d_score_sum, d_lse, *o.router)
@@ -200,13 +215,13 @@ def layer_hidden_calls(
 LAYER_HIDDEN = (
     "(Tensor d_out, Tensor h, Tensor x, Tensor weights, Tensor slot_of_row, Tensor group_sizes, "
     "Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, Tensor logits, Tensor experts, Tensor? token_mask, "
-    f"Tensor lse, Tensor? d_score_sum, Tensor? d_lse, ScalarType w_out_dtype, bool needs_w_out, {QUANTIZED}, "
+    f"Tensor lse, Tensor? d_score_sum, Tensor? d_lse, ScalarType w_out_dtype, int requested, {QUANTIZED}, "
     f"{_OPTIONS})"
 )
 #: The first half of the backward pass: `experts_hidden`, and `route_backward` with its gradient of the weights.
 layer_hidden = define(
     f"layer_hidden{LAYER_HIDDEN} -> (Tensor dh, Tensor d_w_out, Tensor d_b_out, Tensor d_weights, Tensor dh_q, "
-    "Tensor dh_scales, Tensor d_logits)",
+    "Tensor dh_scales, Tensor lora_v_in, Tensor d_lora_a_out, Tensor d_lora_b_out, Tensor d_logits)",
     allocate_layer_hidden,
     layer_hidden_calls,
 )

@@ -65,10 +65,10 @@ def _requested(results: Any) -> tuple[Any, ...]:
 
 
 def _allocate_layer(*arguments):
-    output, counts, _, *routing, h, row_of_slot, slot_of_row, group_sizes = allocate_layer(*arguments)
+    output, counts, _, *others, row_of_slot, slot_of_row, group_sizes = allocate_layer(*arguments)
     (T, K), (R,), (E,) = row_of_slot.shape, slot_of_row.shape, group_sizes.shape
     dropped, maps = (row_of_slot.new_empty((size,)) for size in (2, _starts(T, K, R, E)[-1]))
-    return output, counts, dropped, *_requested(routing), h, maps
+    return output, counts, dropped, *_requested(others), maps
 
 
 def _layer(results, *arguments):
@@ -98,7 +98,7 @@ def _layer_hidden(results, *arguments):
 
 def _experts_hidden_arguments(d_out, d_out_q, d_out_scales, h, x, weights, maps, w_in, b_in, w_out, b_out, *others):
     """The arguments of `experts_hidden`."""
-    network = Network(*others[6:])
+    network = Network(*others[-len(Network._fields) :])
     E = sizes_of_w_in(w_in, network.w_in_layout)[0]
     _, slot_of_row, group_sizes = _described_maps(maps, *weights.shape, h.shape[0], E)
     rows = (slot_of_row, group_sizes)
@@ -113,16 +113,12 @@ def _experts_hidden(results, *arguments):
     return experts_hidden_calls(results, *_experts_hidden_arguments(*arguments))
 
 
-def _inputs_arguments(
-    dh, dh_q, dh_scales, x, addend, maps, w_in, b_in, w_out, w_in_dtype, d_x_dtype, needs_w_in, *rest
-):
+def _inputs_arguments(dh, dh_q, dh_scales, x, addend, maps, w_in, *others):
     """The arguments of `experts_inputs`."""
-    network = Network(*rest[4:])
+    network = Network(*others[-len(Network._fields) :])
     E = sizes_of_w_in(w_in, network.w_in_layout)[0]
     of_maps = _described_maps(maps, x.shape[0], network.topk, dh.shape[0], E)
-    return (
-        dh, dh_q, dh_scales, x, addend, *of_maps, w_in, b_in, w_out, w_in_dtype, d_x_dtype, needs_w_in, *rest,
-    )  # fmt: skip
+    return dh, dh_q, dh_scales, x, addend, *of_maps, w_in, *others
 
 
 def _allocate_experts_inputs(*arguments):

@@ -17,6 +17,7 @@ from anabranch.torch.ops.experts_ops import (
     ffn_backward,
     grouped_matmul,
     grouped_matmul_dw,
+    grouped_matmul_lora,
     quantize_experts,
     quantize_rows,
 )
@@ -46,6 +47,7 @@ __all__ = (
     "ffn_backward",
     "grouped_matmul",
     "grouped_matmul_dw",
+    "grouped_matmul_lora",
     "layer",
     "layer_hidden",
     "moe_aux_loss",

@@ -8,7 +8,8 @@ from meshes import P, around, kept_and_dropped, mesh_of, placed, put
 
 from anabranch.jax import Parallel, moe
 from anabranch.lora import NAMES
-from moe_cases import check_layer, lora_of, operands, with_lora
+from lora_cases import as_lora, with_lora
+from moe_cases import check_layer, operands
 
 EVERY_AXIS = dict(expert_axis="expert", data_axes="data", fsdp_axes="data", tensor_axis="tensor")
 CASES = {
@@ -75,7 +76,7 @@ def test_gradients_of_frozen_weights_are_not_computed(on):
 
     def output(arrays):
         main = (arrays[name] for name in ("x", "gate", "w_in", "w_out"))
-        return moe(*main, topk=2, lora=lora_of(arrays), parallel=parallel).output
+        return moe(*main, topk=2, lora=as_lora(arrays), parallel=parallel).output
 
     def loss(part, frozen):
         function = output

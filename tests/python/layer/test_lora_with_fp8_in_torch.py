@@ -1,0 +1,40 @@
+"""LoRA beside FP8 in torch: products with W are quantised, those with the factors are not."""
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from anabranch.lora import NAMES
+from anabranch.reference import moe as reference
+from frameworks import only_torch
+from lora_cases import lora_factors, oracle_options, with_factors
+from oracle import assert_close, assert_close_per_expert
+from routed_cases import routed_operands, run_routed
+
+T, E, K, D, F = 23, 6, 2, 128, 128
+
+
+@pytest.fixture
+def group_of_one():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+@only_torch
+@pytest.mark.parametrize("sent", [False, True])
+def test_fp8(sent, group_of_one):
+    """sent: the exchange of a group quantises x, which the adapter of w_in then reads."""
+    arrays = routed_operands(T, E, K, D, F) | lora_factors(E, D, 2, F, shared=("a_in",))
+    options = {"lora_scale": (0.7, -1.3)}
+    group = dict(group=group_of_one, fp8_exchange=True, transport="all_to_all") if sent else {}
+    (output, *_), gradients, d_output = run_routed(arrays, precision="fp8", **options, **group)
+    given = {name: array for name, array in arrays.items() if name not in NAMES}
+    options |= oracle_options(arrays) | {"fp8_scales": "float32", "sent_dtype": np.float32 if sent else None}
+    # A value near the middle of two e4m3 numbers may be rounded to either.
+    assert_close(output, reference.routed_experts(**given, **options).output, 1e-3, "output")
+    want = with_factors(reference.routed_experts_backward(**given, **options, d_output=d_output))
+    for name, gradient in gradients.items():
+        assert_close(gradient, want[name], 1e-3, name)
+    for name in NAMES:
+        assert_close_per_expert(gradients[name], want[name], 4e-3, name)

@@ -1,7 +1,8 @@
 # Writes files that instantiate the launchers of src/experts/portable/launchers.h, one file per element type, and
-# appends their names to ANABRANCH_PORTABLE_INSTANCES.
+# appends their names to ANABRANCH_PORTABLE_INSTANCES. file: the start of their names. The last arguments are template
+# arguments.
 set(ANABRANCH_PORTABLE_INSTANCES "")
-function(anabranch_portable_instances header operands)
+function(anabranch_portable_instances file header operands)
   foreach(elements BFLOAT16 FLOAT16 FLOAT32 TF32)
     if(elements STREQUAL TF32)
       set(arguments "AB_FLOAT32, Precision::tf32")
@@ -9,18 +10,22 @@ function(anabranch_portable_instances header operands)
       set(arguments "AB_${elements}, Precision::highest")
     endif()
     set(instances "")
-    foreach(tile ${ARGN})
+    foreach(variant ${ARGN})
       string(APPEND instances
-             "template ab_status launch_${header}<${arguments}, TileChoice::${tile}>(${operands}, int, cudaStream_t);\n")
+             "template ab_status launch_${header}<${arguments}, TileChoice::${variant}>(${operands}, int, cudaStream_t);\n")
     endforeach()
-    set(file ${PROJECT_BINARY_DIR}/portable/${header}_${elements}.cu)
-    configure_file(${PROJECT_SOURCE_DIR}/cmake/portable_instance.cu.in ${file} @ONLY)
-    list(APPEND ANABRANCH_PORTABLE_INSTANCES ${file})
+    set(path ${PROJECT_BINARY_DIR}/portable/${file}_${elements}.cu)
+    configure_file(${PROJECT_SOURCE_DIR}/cmake/portable_instance.cu.in ${path} @ONLY)
+    list(APPEND ANABRANCH_PORTABLE_INSTANCES ${path})
   endforeach()
   set(ANABRANCH_PORTABLE_INSTANCES ${ANABRANCH_PORTABLE_INSTANCES} PARENT_SCOPE)
 endfunction()
 
-anabranch_portable_instances(up "const Up&" main small)
-anabranch_portable_instances(rows_product "const RowsProduct&" main small)
-anabranch_portable_instances(intermediate_gradient "const IntermediateGradient&" main small)
-anabranch_portable_instances(weight_gradient "const WeightGradient&, const SegmentBounds&, const SegmentList&" main)
+foreach(launcher "up;const Up&" "rows_product;const RowsProduct&" "intermediate_gradient;const IntermediateGradient&")
+  list(GET launcher 0 header)
+  list(GET launcher 1 operands)
+  anabranch_portable_instances(${header} ${header} ${operands} "main, false" "small, false")
+  anabranch_portable_instances(${header}_adapter ${header} ${operands} "main, true")
+endforeach()
+anabranch_portable_instances(weight_gradient weight_gradient
+                             "const WeightGradient&, const SegmentBounds&, const SegmentList&" main)

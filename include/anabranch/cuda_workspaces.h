@@ -25,7 +25,8 @@ AB_API ab_status ab_cuda_plan_workspace_bound(int64_t slots, int64_t E, size_t* 
 
 AB_API ab_status ab_cuda_sort_chunks_workspace_bound(int64_t S, size_t* bytes);
 
-/* If x_dtype = d_y_dtype, the bound holds for a d_w of that dtype or float32. */
+/* If x_dtype = d_y_dtype, the bound holds for a d_w of that dtype or float32. It includes a d_w of one matrix that all
+ * experts share. */
 AB_API ab_status ab_cuda_grouped_matmul_dw_workspace_bound(int64_t R, int64_t E, int64_t D, int64_t N, int32_t x_dtype,
                                                            int32_t d_y_dtype, size_t* bytes);
 
@@ -38,6 +39,12 @@ AB_API ab_status ab_cuda_grouped_matmul_combine_workspace_bound(int64_t R, int64
  * below; in ab_cuda_expert_ffn_backward d_out [T, D], for a call with h, and dh [R, P F], if dx_rows is requested
  * and dh_q is not given. Assumes that the weights are given quantised. */
 AB_API ab_status ab_cuda_fp8_rows_workspace_bound(int64_t R, int64_t D, size_t* bytes);
+
+/* Additional bytes of an operation for each low-rank adapter, of rank r, of a matrix [M, N]: the factors in the dtype
+ * of x, the rows [R, r] that the caller does not take, and for ab_cuda_expert_ffn_backward (backward = 1) the gradients
+ * of the factors. W_in has M = D and N = P F, W_out M = F and N = D. A call that reads u instead of A has M = 0. */
+AB_API ab_status ab_cuda_lora_workspace_bound(int64_t R, int64_t E, int64_t M, int64_t N, int64_t r, int32_t backward,
+                                              int32_t dtype, size_t* bytes);
 
 /* For a call without `a`; a call that requests `a` needs no workspace. dtype is the dtype of x. */
 AB_API ab_status ab_cuda_expert_ffn_forward_workspace_bound(int64_t R, int64_t F, int32_t dtype, size_t* bytes);

@@ -37,6 +37,7 @@ WORKSPACE_BOUNDS = (
     "ab_cuda_expert_ffn_forward_workspace_bound",
     "ab_cuda_grouped_matmul_combine_workspace_bound",
     "ab_cuda_grouped_matmul_dw_workspace_bound",
+    "ab_cuda_lora_workspace_bound",
     "ab_cuda_plan_workspace_bound",
     "ab_cuda_quantile_workspace_bound",
     "ab_cuda_sort_chunks_workspace_bound",

@@ -45,6 +45,11 @@ ab_status report_bound(std::initializer_list<Array> arrays, size_t* bytes, const
   return report_workspace(bound(), bytes);
 }
 
+// Holds for a gradient of each expert and for one that all experts share.
+size_t weight_gradient_bound(int64_t R, int64_t E, int64_t D, int64_t N) {
+  return std::max(weight_gradient_bytes(R, E, D, N), weight_gradient_bytes(R, E, D, N, true));
+}
+
 // Operands of two dtypes are converted to float32, and d_w may have a third dtype.
 size_t weight_gradient_bound(int64_t R, int64_t E, int64_t D, int64_t N, int32_t x_dtype, int32_t d_y_dtype) {
   Workspace workspace;
@@ -53,7 +58,7 @@ size_t weight_gradient_bound(int64_t R, int64_t E, int64_t D, int64_t N, int32_t
       workspace.take_rows(rows, columns, AB_FLOAT32);
     }
   }
-  workspace.take_bytes(weight_gradient_bytes(R, E, D, N));
+  workspace.take_bytes(weight_gradient_bound(R, E, D, N));
   return workspace.size();
 }
 
@@ -101,6 +106,25 @@ ab_status ab_cuda_grouped_matmul_combine_workspace_bound(int64_t R, int64_t E, i
 
 ab_status ab_cuda_fp8_rows_workspace_bound(int64_t R, int64_t D, size_t* bytes) {
   return cuda::report_bound({{{"R", R}, {"D", D}}}, bytes, [&] { return cuda::fp8_rows_bytes(R, D); });
+}
+
+ab_status ab_cuda_lora_workspace_bound(int64_t R, int64_t E, int64_t M, int64_t N, int64_t r, int32_t backward,
+                                       int32_t dtype, size_t* bytes) {
+  AB_RETURN_IF_ERROR(cuda::check_float("dtype", dtype));
+  return cuda::report_bound(
+      {{{"E", E}, {"M", M}, {"r", r}}, {{"E", E}, {"r", r}, {"N", N}}, {{"R", R}, {"r", r}}}, bytes, [&] {
+        const int64_t matrices = std::max<int64_t>(E, 1);  // at least one, which experts may share
+        Workspace workspace;
+        workspace.take_rows(matrices * M, r, dtype);
+        workspace.take_rows(matrices * r, N, dtype);
+        workspace.take_rows(R, r, dtype);
+        if (backward == 0) return workspace.size();
+        workspace.take_rows(R, r, dtype);
+        workspace.take_rows(matrices * r, N, AB_FLOAT32);  // a gradient whose columns are reordered
+        workspace.take_bytes(
+            std::max(cuda::weight_gradient_bound(R, E, M, r), cuda::weight_gradient_bound(R, E, r, N)));
+        return workspace.size();
+      });
 }
 
 ab_status ab_cuda_expert_ffn_forward_workspace_bound(int64_t R, int64_t F, int32_t dtype, size_t* bytes) {

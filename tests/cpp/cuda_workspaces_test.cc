@@ -27,6 +27,8 @@ TEST(CudaWorkspaces, RefusesSizesBeyondAnyMemory) {
   EXPECT_REFUSED(ab_cuda_expert_ffn_forward_workspace_bound(8, -8, AB_FLOAT32, &bytes), AB_INVALID_ARGUMENT, "F: got");
   EXPECT_REFUSED(ab_cuda_expert_ffn_backward_workspace_bound(0, 8, 8, 2, kHuge, AB_FLOAT32, AB_FLOAT32, 15, &bytes),
                  AB_INVALID_ARGUMENT, "F: got 46116860");
+  EXPECT_REFUSED(ab_cuda_lora_workspace_bound(8, 8, 8, 8, kHuge, 1, AB_FLOAT32, &bytes), AB_INVALID_ARGUMENT,
+                 "r: got 46116860");
   EXPECT_EQ(bytes, 7u) << "a refused query must not write it";
 }
 
@@ -38,6 +40,7 @@ TEST(CudaWorkspaces, RefusesDtypesThatAreNotFloat) {
                  "d_y_dtype: got ab_dtype 99");
   EXPECT_REFUSED(ab_cuda_grouped_matmul_combine_workspace_bound(8, 8, 8, 8, 0, 0, &bytes), AB_INVALID_ARGUMENT,
                  "dtype: got ab_dtype 0");
+  EXPECT_REFUSED(ab_cuda_lora_workspace_bound(8, 8, 8, 8, 8, 1, AB_INT32, &bytes), AB_INVALID_ARGUMENT, "dtype: got");
   EXPECT_REFUSED(ab_cuda_expert_ffn_forward_workspace_bound(8, 8, AB_BOOL, &bytes), AB_INVALID_ARGUMENT, "dtype: got");
   EXPECT_REFUSED(ab_cuda_expert_ffn_backward_workspace_bound(8, 8, 8, 2, 8, AB_FLOAT32, -1, 15, &bytes),
                  AB_INVALID_ARGUMENT, "d_dtype: got ab_dtype -1");
@@ -57,6 +60,7 @@ TEST(CudaWorkspaces, RefusesANullResult) {
         ab_cuda_plan_workspace_bound(8, 8, nullptr), ab_cuda_sort_chunks_workspace_bound(8, nullptr),
         ab_cuda_grouped_matmul_dw_workspace_bound(8, 8, 8, 8, AB_BFLOAT16, AB_BFLOAT16, nullptr),
         ab_cuda_grouped_matmul_combine_workspace_bound(8, 8, 8, 8, 1, AB_BFLOAT16, nullptr),
+        ab_cuda_lora_workspace_bound(8, 8, 8, 8, 8, 1, AB_BFLOAT16, nullptr),
         ab_cuda_expert_ffn_forward_workspace_bound(8, 8, AB_BFLOAT16, nullptr),
         ab_cuda_expert_ffn_backward_workspace_bound(8, 8, 8, 2, 8, AB_BFLOAT16, AB_BFLOAT16, 15, nullptr)}) {
     EXPECT_REFUSED(status, AB_INVALID_ARGUMENT, "bytes: got NULL");

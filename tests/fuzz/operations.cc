@@ -412,9 +412,8 @@ void set_order(const Shape& order, Operand* operand) {
   operand->view.strides = operand->strides.data();
 }
 
-// Adapters. They use a copy of the random numbers, so that calls without an adapter stay as they were. The CUDA
-// functions refuse adapters.
-bool has_adapter(Random& random) { return !kEmulated && random.chance(0.3); }
+// Adapters. They use a copy of the random numbers, so that calls without an adapter stay as they were.
+bool has_adapter(Random& random) { return random.chance(0.3); }
 int64_t any_rank(Random& random) { return random.one_of<int64_t>({1, 2, 5, 16, 70}); }
 int64_t any_sharing(Random& random, int64_t E) { return random.chance(0.3) ? 1 : E; }
 
@@ -503,7 +502,7 @@ void make_grouped_matmul_dw(const Operation& operation, Random& random, Call* ca
   call->input(ARGUMENT(group_sizes), AB_INT32, {s.E}, 2 * s.R / s.E + 1);
   const int32_t dtype = args->accumulate == 1 ? AB_FLOAT32 : any_float(random);
   Random sharing = random;
-  const int64_t matrices = kEmulated ? s.E : any_sharing(sharing, s.E);
+  const int64_t matrices = any_sharing(sharing, s.E);
   call->output(ARGUMENT(d_w), dtype, {matrices, s.D, s.F}).is_read = [args] { return args->accumulate == 1; };
   call->options = {{"accumulate", &args->accumulate}, {"precision", &args->precision}};
 }

@@ -11,12 +11,7 @@
 #include "experts/cuda/bias_gradient.h"
 #include "experts/cuda/convert.h"
 #include "experts/cuda/fp8_operands.h"
-#include "experts/cuda/no_lora.h"
-#include "experts/cuda/no_lora.h"
-#include "experts/cuda/no_lora.h"
-#include "experts/cuda/no_lora.h"
-#include "experts/cuda/no_lora.h"
-#include "experts/cuda/no_lora.h"
+#include "experts/cuda/lora_backward.h"
 #include "experts/cuda/ops/workspace_sizes.h"
 #include "experts/cuda/path.h"
 #include "experts/cuda/phases.h"
@@ -39,6 +34,7 @@ struct Backward {
   Fp8Output dh8;  // null if nothing needs it
   Fp8WeightOperand w_out;
   Fp8WeightOperand w_in;
+  LoraBackward lora;
   void* scratch;  // shared by consecutive steps
 
   Backward(const ab_expert_ffn_backward_args& arguments, const FfnSizes& sizes, const ab_exec* memory)
@@ -46,11 +42,12 @@ struct Backward {
         s(sizes),
         map(args.slot_of_row, s.T, s.K, s.R),
         workspace(memory),
-        weighted_a(args.weighted_a != nullptr ? Floats(args.weighted_a) : row_buffer(args.d_w_out != nullptr, s.F)),
+        weighted_a(args.weighted_a != nullptr ? Floats(args.weighted_a) : row_buffer(needs_weighted_a(args), s.F)),
         dh(args.dh != nullptr ? Floats(args.dh) : row_buffer(needs_dh(), s.P * s.F)),
         d_out(converts() ? Floats(workspace.take_rows(args.d_out->shape[0], s.D, args.x->dtype), args.x->dtype)
                          : Floats(args.d_out)),
-        fp8(is_fp8(args)) {
+        fp8(is_fp8(args)),
+        lora(workspace, args, s) {
     if (fp8) take_fp8();
     scratch = workspace.take_bytes(scratch_bytes());
   }
@@ -95,7 +92,9 @@ struct Backward {
   }
 
   bool converts() const { return args.d_out != nullptr && args.d_out->dtype != args.x->dtype; }
-  bool needs_dh() const { return args.dx_rows != nullptr || args.d_w_in != nullptr || args.d_b_in != nullptr; }
+  bool needs_dh() const {
+    return args.dx_rows != nullptr || args.d_w_in != nullptr || args.d_b_in != nullptr || needs_dh_for_lora(args, s);
+  }
 
   Floats row_buffer(bool needed, int64_t columns) {
     return {workspace.take_rows(needed ? s.R : 0, columns, args.x->dtype), args.x->dtype};
@@ -106,7 +105,7 @@ struct Backward {
                      args.d_w_out == nullptr ? 0 : weight_gradient_bytes(s.R, s.E, s.F, s.D),
                      args.d_b_out == nullptr ? 0 : workspace_of(out_bias()),
                      args.d_w_in == nullptr ? 0 : weight_gradient_bytes(s.R, s.E, s.D, s.P * s.F),
-                     args.d_b_in == nullptr ? 0 : workspace_of(in_bias())});
+                     args.d_b_in == nullptr ? 0 : workspace_of(in_bias()), lora.scratch_bytes()});
   }
 
   const int32_t* group_sizes() const { return data<const int32_t>(args.group_sizes); }
@@ -125,6 +124,7 @@ struct Backward {
     gradient.h = Floats(args.h);
     gradient.dh = dh;
     gradient.weighted_a = weighted_a;
+    gradient.low_rank = lora.out();
     if (args.d_weights != nullptr) gradient.dots = static_cast<float*>(scratch);
     return gradient;
   }
@@ -219,7 +219,13 @@ struct Backward {
             .R = s.R,
             .E = s.E,
             .D = s.P * s.F,
-            .N = s.D};
+            .N = s.D,
+            .low_rank = lora.in()};
+  }
+
+  // The rows that the adapters read.
+  LoraBackward::Rows rows() const {
+    return {.map = map, .d_out = d_out, .weighted_a = weighted_a, .dh = dh, .scratch = scratch};
   }
 
   ab_status run(const Device& device, cudaStream_t stream) const {
@@ -227,6 +233,8 @@ struct Backward {
     if (converts()) {
       AB_RETURN_IF_ERROR(convert(Floats(args.d_out), d_out, args.d_out->shape[0] * s.D, multiprocessors, stream));
     }
+    AB_RETURN_IF_ERROR(lora.fill(device, stream));
+    AB_RETURN_IF_ERROR(lora.compute_v_out(rows(), device, stream));
     if (args.h != nullptr) {
       AB_RETURN_IF_ERROR(fp8 ? compute_intermediate_fp8(device, stream)
                              : compute_intermediate_gradient(intermediate_gradient(), device, stream));
@@ -240,6 +248,8 @@ struct Backward {
     if (args.d_b_in != nullptr) {
       AB_RETURN_IF_ERROR(compute_bias_gradient(in_bias(), scratch, multiprocessors, stream));
     }
+    AB_RETURN_IF_ERROR(lora.compute_v_in(rows(), device, stream));
+    AB_RETURN_IF_ERROR(lora.compute_gradients(rows(), device, stream));
     if (args.dx_rows == nullptr) return ok();
     return fp8 ? compute_inputs_fp8(device, stream) : compute_rows_product(inputs(), device, stream);
   }
@@ -257,12 +267,7 @@ ab_status ab_cuda_expert_ffn_backward_workspace(const ab_expert_ffn_backward_arg
   AB_ENTER_QUERY(args, exec, bytes);
   FfnSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
+  AB_RETURN_IF_ERROR(cuda::check_lora_precision(*args, std::max(s.rank_in, s.rank_out)));
   return report_workspace(cuda::Backward(*args, s, nullptr).workspace.size(), bytes);
 }
 
@@ -270,12 +275,7 @@ ab_status ab_cuda_expert_ffn_backward(const ab_expert_ffn_backward_args* args, c
   AB_ENTER(args, exec);
   FfnSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
+  AB_RETURN_IF_ERROR(cuda::check_lora_precision(*args, std::max(s.rank_in, s.rank_out)));
   const cuda::Backward op(*args, s, exec);
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
   cuda::Device device;

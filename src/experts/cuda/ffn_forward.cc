@@ -1,4 +1,6 @@
 // ab_cuda_expert_ffn_forward: the up GEMM, then the down GEMM if y is requested.
+#include <algorithm>
+
 #include "anabranch/cuda.h"
 #include "core/cuda/launch.h"
 #include "core/entry.h"
@@ -6,12 +8,7 @@
 #include "core/workspace.h"
 #include "experts/check.h"
 #include "experts/cuda/fp8_operands.h"
-#include "experts/cuda/no_lora.h"
-#include "experts/cuda/no_lora.h"
-#include "experts/cuda/no_lora.h"
-#include "experts/cuda/no_lora.h"
-#include "experts/cuda/no_lora.h"
-#include "experts/cuda/no_lora.h"
+#include "experts/cuda/lora.h"
 #include "experts/cuda/path.h"
 #include "experts/cuda/phases.h"
 
@@ -30,6 +27,12 @@ struct Forward {
   Fp8Output a8;
   Fp8WeightOperand w_in;
   Fp8WeightOperand w_out;
+  Factor lora_a_in;
+  Factor lora_b_in;
+  Factor lora_a_out;
+  Factor lora_b_out;
+  void* lora_u;  // [R, rank]
+  void* lora_z;
 
   Forward(const ab_expert_ffn_forward_args& arguments, const FfnSizes& sizes, const ab_exec* memory)
       : args(arguments),
@@ -37,7 +40,14 @@ struct Forward {
         map(args.slot_of_row, s.T, s.K, s.R),
         workspace(memory),
         fp8(is_fp8(args)),
-        a(args.a != nullptr || fp8 ? Floats(args.a) : row_buffer(s.F)) {
+        a(args.a != nullptr || fp8 ? Floats(args.a) : row_buffer(s.F)),
+        lora_a_in(workspace, args.lora_a_in, s.dtype, s.E, FactorOrder::free_columns),
+        lora_b_in(workspace, args.lora_b_in, s.dtype, s.E, order_like(s.layout.in_transposed), s.layout.interleaved),
+        lora_a_out(workspace, args.lora_a_out, s.dtype, s.E, FactorOrder::free_columns),
+        lora_b_out(workspace, args.y == nullptr ? nullptr : args.lora_b_out, s.dtype, s.E,
+                   order_like(s.layout.out_transposed)),
+        lora_u(take_low_rank_rows(workspace, args.lora_u, s.rank_in > 0, s.R, s.rank_in, s.dtype)),
+        lora_z(take_low_rank_rows(workspace, args.lora_z, s.rank_out > 0, s.R, s.rank_out, s.dtype)) {
     if (fp8) take_fp8();
   }
 
@@ -64,6 +74,38 @@ struct Forward {
     return compute_rows_product(Fp8RowsProduct{down(), rows_of(a8), w_out.weights()}, device, stream);
   }
 
+  ab_status run(const Device& device, cudaStream_t stream) const {
+    for (const Factor* factor : {&lora_a_in, &lora_b_in, &lora_a_out, &lora_b_out}) {
+      AB_RETURN_IF_ERROR(factor->fill(device.multiprocessors, stream));
+    }
+    if (s.rank_in > 0) AB_RETURN_IF_ERROR(compute_rows_product(rows_of_u(), device, stream));
+    AB_RETURN_IF_ERROR(compute_up(up(), device, stream));
+    if (s.rank_out > 0) AB_RETURN_IF_ERROR(compute_rows_product(rows_of_z(), device, stream));
+    return args.y == nullptr ? ok() : compute_rows_product(down(), device, stream);
+  }
+
+  // u = scale_in x A_in
+  RowsProduct rows_of_u() const {
+    const LowRankRows u{
+        .x = args.x->data, .gathers_x = true, .D = s.D, .scale = args.lora_scale_in, .u = lora_u, .rank = s.rank_in};
+    return product_of(u, lora_a_in, thin());
+  }
+
+  // z = scale_out a A_out
+  RowsProduct rows_of_z() const {
+    const LowRankRows z{.x = a.data, .D = s.F, .scale = args.lora_scale_out, .u = lora_z, .rank = s.rank_out};
+    return product_of(z, lora_a_out, thin());
+  }
+
+  RowsProduct thin() const {
+    return {.group_sizes = data<const int32_t>(args.group_sizes),
+            .map = map,
+            .dtype = s.dtype,
+            .precision = precision_of(args),
+            .R = s.R,
+            .E = s.E};
+  }
+
   Floats row_buffer(int64_t columns) { return {workspace.take_rows(s.R, columns, s.dtype), s.dtype}; }
 
   Up up() const {
@@ -80,6 +122,7 @@ struct Forward {
     if (args.weight_early != 0) up.weights = Floats(args.weights);
     up.h = Floats(args.h);
     up.a = a;
+    up.low_rank = low_rank_of(lora_u, lora_b_in, s.rank_in);
     return up;
   }
 
@@ -98,7 +141,8 @@ struct Forward {
             .R = s.R,
             .E = s.E,
             .D = s.F,
-            .N = s.D};
+            .N = s.D,
+            .low_rank = low_rank_of(lora_z, lora_b_out, s.rank_out)};
   }
 };
 
@@ -121,12 +165,7 @@ ab_status ab_cuda_expert_ffn_forward_workspace(const ab_expert_ffn_forward_args*
   AB_ENTER_QUERY(args, exec, bytes);
   FfnSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
+  AB_RETURN_IF_ERROR(cuda::check_lora_precision(*args, std::max(s.rank_in, s.rank_out)));
   AB_RETURN_IF_ERROR(cuda::check_fp8(*args));
   return report_workspace(cuda::Forward(*args, s, nullptr).workspace.size(), bytes);
 }
@@ -135,21 +174,14 @@ ab_status ab_cuda_expert_ffn_forward(const ab_expert_ffn_forward_args* args, con
   AB_ENTER(args, exec);
   FfnSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
+  AB_RETURN_IF_ERROR(cuda::check_lora_precision(*args, std::max(s.rank_in, s.rank_out)));
   AB_RETURN_IF_ERROR(cuda::check_fp8(*args));
   const cuda::Forward op(*args, s, exec);
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
   cuda::Device device;
   AB_RETURN_IF_ERROR(cuda::find_device_of_experts("expert_ffn_forward", &device));
   const cudaStream_t stream = cuda::stream_of(exec);
-  if (op.fp8) return op.run_fp8(device, stream);
-  AB_RETURN_IF_ERROR(cuda::compute_up(op.up(), device, stream));
-  return args->y == nullptr ? ok() : cuda::compute_rows_product(op.down(), device, stream);
+  return op.fp8 ? op.run_fp8(device, stream) : op.run(device, stream);
 }
 
 }  // extern "C"

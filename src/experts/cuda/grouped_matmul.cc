@@ -7,12 +7,7 @@
 #include "experts/check.h"
 #include "experts/cuda/convert.h"
 #include "experts/cuda/fp8_product.h"
-#include "experts/cuda/no_lora.h"
-#include "experts/cuda/no_lora.h"
-#include "experts/cuda/no_lora.h"
-#include "experts/cuda/no_lora.h"
-#include "experts/cuda/no_lora.h"
-#include "experts/cuda/no_lora.h"
+#include "experts/cuda/lora.h"
 #include "experts/cuda/ops/workspace_sizes.h"
 #include "experts/cuda/path.h"
 #include "experts/cuda/phases.h"
@@ -53,9 +48,12 @@ struct GroupedMatmulDw {
     const int32_t dtype = x.dtype == d_y.dtype ? x.dtype : int32_t{AB_FLOAT32};
     if (x.dtype != dtype) x = in_float32(s.R, s.D);
     if (d_y.dtype != dtype) d_y = in_float32(s.R, s.N);
-    if (d_w.dtype != dtype && d_w.dtype != AB_FLOAT32) d_w = in_float32(s.E * s.D, s.N);
-    scratch = workspace.take_bytes(weight_gradient_bytes(s.R, s.E, s.D, s.N));
+    if (d_w.dtype != dtype && d_w.dtype != AB_FLOAT32) d_w = in_float32(matrices() * s.D, s.N);
+    scratch = workspace.take_bytes(weight_gradient_bytes(s.R, s.E, s.D, s.N, is_shared()));
   }
+
+  int64_t matrices() const { return args.d_w->shape[0]; }
+  bool is_shared() const { return matrices() != s.E; }
 
   Floats in_float32(int64_t rows, int64_t columns) {
     return {workspace.take_rows(rows, columns, AB_FLOAT32), AB_FLOAT32};
@@ -69,6 +67,7 @@ struct GroupedMatmulDw {
     gradient.d_w = d_w;
     gradient.precision = precision_of(args);
     gradient.accumulates = args.accumulate != 0;
+    gradient.shared = is_shared();
     gradient.R = s.R;
     gradient.E = s.E;
     gradient.D = s.D;
@@ -83,7 +82,7 @@ struct GroupedMatmulDw {
     AB_RETURN_IF_ERROR(convert_to(Floats(args.x), x, s.R * s.D));
     AB_RETURN_IF_ERROR(convert_to(Floats(args.d_y), d_y, s.R * s.N));
     AB_RETURN_IF_ERROR(compute_weight_gradient(gradient(), scratch, device, stream));
-    return convert_to(d_w, Floats(args.d_w), s.E * s.D * s.N);
+    return convert_to(d_w, Floats(args.d_w), matrices() * s.D * s.N);
   }
 };
 
@@ -98,33 +97,31 @@ ab_status ab_cuda_grouped_matmul_workspace(const ab_grouped_matmul_args* args, c
   AB_ENTER_QUERY(args, exec, bytes);
   GroupedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
-  return report_workspace(cuda::Fp8Product(*args, s, nullptr).workspace.size(), bytes);
+  AB_RETURN_IF_ERROR(cuda::check_lora_precision(*args, s.rank));
+  cuda::Fp8Product fp8(*args, s, nullptr);
+  const cuda::ProductAdapter adapter(fp8.workspace, *args, s, args->y->dtype);
+  return report_workspace(fp8.workspace.size(), bytes);
 }
 
 ab_status ab_cuda_grouped_matmul(const ab_grouped_matmul_args* args, const ab_exec* exec) {
   AB_ENTER(args, exec);
   GroupedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
-  const cuda::Fp8Product fp8(*args, s, exec);
+  AB_RETURN_IF_ERROR(cuda::check_lora_precision(*args, s.rank));
+  cuda::Fp8Product fp8(*args, s, exec);
+  const cuda::ProductAdapter adapter(fp8.workspace, *args, s, args->y->dtype);
   AB_RETURN_IF_ERROR(check_workspace(exec, fp8.workspace.size()));
   cuda::Device device;
   AB_RETURN_IF_ERROR(cuda::find_device_of_experts("grouped_matmul", &device));
   const cudaStream_t stream = cuda::stream_of(exec);
-  if (!fp8.enabled) return cuda::compute_rows_product(cuda::rows_product(*args, s), device, stream);
-  AB_RETURN_IF_ERROR(fp8.fill(stream));
-  return cuda::compute_rows_product(fp8.gemm(cuda::rows_product(*args, s)), device, stream);
+  cuda::RowsProduct product = cuda::rows_product(*args, s);
+  if (fp8.enabled) {
+    AB_RETURN_IF_ERROR(fp8.fill(stream));
+    return cuda::compute_rows_product(fp8.gemm(product), device, stream);
+  }
+  AB_RETURN_IF_ERROR(adapter.compute(product, device, stream));
+  product.low_rank = adapter.low_rank();
+  return cuda::compute_rows_product(product, device, stream);
 }
 
 ab_status ab_cuda_grouped_matmul_dw_workspace(const ab_grouped_matmul_dw_args* args, const ab_exec* exec,
@@ -132,12 +129,6 @@ ab_status ab_cuda_grouped_matmul_dw_workspace(const ab_grouped_matmul_dw_args* a
   AB_ENTER_QUERY(args, exec, bytes);
   GroupedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  AB_RETURN_IF_ERROR(cuda::refuse_shared_gradient(*args->d_w, s.E));
-  AB_RETURN_IF_ERROR(cuda::refuse_shared_gradient(*args->d_w, s.E));
-  AB_RETURN_IF_ERROR(cuda::refuse_shared_gradient(*args->d_w, s.E));
-  AB_RETURN_IF_ERROR(cuda::refuse_shared_gradient(*args->d_w, s.E));
-  AB_RETURN_IF_ERROR(cuda::refuse_shared_gradient(*args->d_w, s.E));
-  AB_RETURN_IF_ERROR(cuda::refuse_shared_gradient(*args->d_w, s.E));
   return report_workspace(cuda::GroupedMatmulDw(*args, s, nullptr).workspace.size(), bytes);
 }
 
@@ -145,12 +136,6 @@ ab_status ab_cuda_grouped_matmul_dw(const ab_grouped_matmul_dw_args* args, const
   AB_ENTER(args, exec);
   GroupedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  AB_RETURN_IF_ERROR(cuda::refuse_shared_gradient(*args->d_w, s.E));
-  AB_RETURN_IF_ERROR(cuda::refuse_shared_gradient(*args->d_w, s.E));
-  AB_RETURN_IF_ERROR(cuda::refuse_shared_gradient(*args->d_w, s.E));
-  AB_RETURN_IF_ERROR(cuda::refuse_shared_gradient(*args->d_w, s.E));
-  AB_RETURN_IF_ERROR(cuda::refuse_shared_gradient(*args->d_w, s.E));
-  AB_RETURN_IF_ERROR(cuda::refuse_shared_gradient(*args->d_w, s.E));
   const cuda::GroupedMatmulDw op(*args, s, exec);
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
   cuda::Device device;

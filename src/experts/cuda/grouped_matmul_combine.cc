@@ -10,12 +10,7 @@
 #include "dispatch/combine.h"
 #include "experts/column_chunks.h"
 #include "experts/cuda/fp8_product.h"
-#include "experts/cuda/no_lora.h"
-#include "experts/cuda/no_lora.h"
-#include "experts/cuda/no_lora.h"
-#include "experts/cuda/no_lora.h"
-#include "experts/cuda/no_lora.h"
-#include "experts/cuda/no_lora.h"
+#include "experts/cuda/lora.h"
 #include "experts/cuda/ops/workspace_sizes.h"
 #include "experts/cuda/path.h"
 #include "experts/cuda/phases.h"
@@ -36,7 +31,7 @@ Rows window(const ab_tensor* tensor, int64_t first) {
 }
 
 // The GEMM of columns first ... first + columns - 1, into the buffer.
-RowsProduct rows_of(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s, int64_t first, int64_t columns,
+RowsProduct gemm_of(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s, int64_t first, int64_t columns,
                     void* buffer) {
   const bool transposed = args.transpose_w != 0;
   const int32_t dtype = s.rows_dtype;
@@ -89,11 +84,13 @@ size_t buffer_bytes(const ab_grouped_matmul_combine_args& args, const CombinedSi
 // The GEMM of a chunk overwrites rows that the sums of the previous chunk read, and it may launch before these have
 // finished. This is safe: each kernel waits for the completion of the previous one before its first memory access.
 ab_status multiply_and_combine(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s, int64_t columns,
-                               void* buffer, const Device& device, cudaStream_t stream,
+                               void* buffer, const Device& device, cudaStream_t stream, const LowRank& adapter,
                                const Fp8Product<ab_grouped_matmul_combine_args>* fp8) {
   for (int64_t first = 0; first < s.N; first += columns) {
     const int64_t count = std::min(columns, s.N - first);
-    const RowsProduct rows = rows_of(args, s, first, count, buffer);
+    RowsProduct rows = gemm_of(args, s, first, count, buffer);
+    rows.low_rank = adapter;
+    rows.low_rank.b = from(adapter.b, rows.transposed ? first * s.rank : first, rows.dtype);
     AB_RETURN_IF_ERROR(fp8 == nullptr ? compute_rows_product(rows, device, stream)
                                       : compute_rows_product(fp8->gemm(rows, first), device, stream));
     AB_RETURN_IF_ERROR(compute_sum(sum_of(args, s, first, count, buffer), stream));
@@ -112,13 +109,9 @@ ab_status ab_cuda_grouped_matmul_combine_workspace(const ab_grouped_matmul_combi
   AB_ENTER_QUERY(args, exec, bytes);
   CombinedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
+  AB_RETURN_IF_ERROR(cuda::check_lora_precision(*args, s.rank));
   cuda::Fp8Product fp8(*args, s, nullptr);
+  const cuda::ProductAdapter adapter(fp8.workspace, *args, s, s.rows_dtype);
   fp8.workspace.take_bytes(cuda::buffer_bytes(*args, s));
   return report_workspace(fp8.workspace.size(), bytes);
 }
@@ -127,20 +120,17 @@ ab_status ab_cuda_grouped_matmul_combine(const ab_grouped_matmul_combine_args* a
   AB_ENTER(args, exec);
   CombinedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
-  AB_RETURN_IF_ERROR(cuda::refuse_lora(s));
+  AB_RETURN_IF_ERROR(cuda::check_lora_precision(*args, s.rank));
   cuda::Fp8Product fp8(*args, s, exec);
+  const cuda::ProductAdapter adapter(fp8.workspace, *args, s, s.rows_dtype);
   void* buffer = fp8.workspace.take_bytes(cuda::buffer_bytes(*args, s));
   AB_RETURN_IF_ERROR(check_workspace(exec, fp8.workspace.size()));
   cuda::Device device;
   AB_RETURN_IF_ERROR(cuda::find_device_of_experts("grouped_matmul_combine", &device));
   const cudaStream_t stream = cuda::stream_of(exec);
   if (fp8.enabled) AB_RETURN_IF_ERROR(fp8.fill(stream));
-  return cuda::multiply_and_combine(*args, s, cuda::chunk_of(*args, s), buffer, device, stream,
+  AB_RETURN_IF_ERROR(adapter.compute(cuda::gemm_of(*args, s, 0, s.N, nullptr), device, stream));
+  return cuda::multiply_and_combine(*args, s, cuda::chunk_of(*args, s), buffer, device, stream, adapter.low_rank(),
                                     fp8.enabled ? &fp8 : nullptr);
 }
 

@@ -1,7 +1,9 @@
 #include "experts/cuda/phases.h"
 
 #include "experts/cuda/clear_padding.h"
+#include "experts/cuda/ops/workspace_sizes.h"
 #include "experts/cuda/path.h"
+#include "experts/cuda/total_rows.h"
 #include "experts/few_rows/products.h"
 #include "experts/hopper/fp8_products.h"
 
@@ -55,6 +57,15 @@ int64_t dot_parts(const IntermediateGradient& g, const Device& device) {
 }
 
 ab_status compute_weight_gradient(const WeightGradient& g, void* workspace, const Device& device, cudaStream_t stream) {
+  if (g.shared) {  // the rows of all groups are adjacent: they form one group
+    auto* const rows = static_cast<int32_t*>(workspace);
+    AB_RETURN_IF_ERROR(count_rows(g.group_sizes, g.E, g.R, rows, stream));
+    WeightGradient whole = g;
+    whole.shared = false;
+    whole.group_sizes = rows;
+    whole.E = 1;
+    return compute_weight_gradient(whole, static_cast<char*>(workspace) + kTotalRowsBytes, device, stream);
+  }
   if (g.E * g.D * g.N == 0) return ok();
   const int multiprocessors = device.multiprocessors;
   if (choose_path(g, device).path == Path::portable)

@@ -23,7 +23,8 @@ ab_status compute_intermediate_gradient(const IntermediateGradient& gradient, co
 // Number of partial sums of <da', a> that the gradient writes; at most max_dot_parts(F).
 int64_t dot_parts(const IntermediateGradient& gradient, const Device& device);
 
-// x and d_y have one dtype, d_w has that dtype or float32. workspace: weight_gradient_bytes(R, E, D, N) bytes.
+// x and d_y have one dtype, d_w has that dtype or float32. workspace: weight_gradient_bytes(R, E, D, N, shared)
+// bytes.
 ab_status compute_weight_gradient(const WeightGradient& gradient, void* workspace, const Device& device,
                                   cudaStream_t stream);
 

@@ -38,13 +38,13 @@ bool are_aligned_chunks(const void* data, int64_t k) {
 
 bool supports(const Up& up) {
   const FfnSizes& s = up.s;
-  return s.layout.in_transposed && is_16_bit(up.x.dtype) && up.w_in.dtype == up.x.dtype &&
+  return up.low_rank.rank == 0 && s.layout.in_transposed && is_16_bit(up.x.dtype) && up.w_in.dtype == up.x.dtype &&
          sizes_fit({s.R, s.E, s.D, s.P * s.F}) && is_small_m(s.R, s.E, s.P * s.F, s.D) && up.map.sources() > 0 &&
          are_aligned_chunks(up.x.data, s.D) && are_aligned_chunks(up.w_in.data, s.D);
 }
 
 bool supports(const RowsProduct& p) {
-  return p.transposed && is_16_bit(p.dtype) && sizes_fit({p.R, p.E, p.D, p.stored_columns()}) &&
+  return p.is_plain() && p.transposed && is_16_bit(p.dtype) && sizes_fit({p.R, p.E, p.D, p.stored_columns()}) &&
          is_small_m(p.R, p.E, p.stored_columns(), p.D) && are_aligned_chunks(p.x, p.D) && are_aligned_chunks(p.w, p.D);
 }
 

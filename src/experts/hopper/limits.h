@@ -39,6 +39,7 @@ inline bool fits_gather(const RowMap& map, int64_t columns) {
 constexpr const char* kNot16Bit = "the dtype is not 16-bit";
 constexpr const char* kNotCounted = "a size is 0, or there are 2^30 or more rows, columns or tiles";
 constexpr const char* kNotChunks = "rows are not aligned or not whole 16-byte chunks";
+constexpr const char* kAdapter = "the GEMM belongs to a low-rank adapter";
 constexpr const char* kNotGathered = "the gathered matrix has 2^32 or more 16-byte chunks";
 
 // Checks a GEMM with a fused epilogue, of a feed-forward network. rows: operand A with D columns. intermediates:

@@ -19,16 +19,19 @@ bool gathers_d_y(const WeightGradient& g) { return g.gathers_d_y && g.map.by_slo
 
 const char* unsupported_reason(const Up& up) {
   const FfnSizes& s = up.s;
+  if (up.low_rank.rank > 0) return kAdapter;
   if (const char* reason = fused_unsupported_reason(s, up.map, up.x, {up.b_in, up.h, up.a})) return reason;
   return fits_tensor_map(up.w_in.data, up.w_in.dtype, s.layout.in_transposed ? s.D : s.F) ? nullptr : kNotChunks;
 }
 
 const char* unsupported_reason(const IntermediateGradient& g) {
+  if (g.low_rank.rank > 0) return kAdapter;
   if (const char* reason = fused_unsupported_reason(g.s, g.map, g.d_y, {g.h, g.dh, g.weighted_a})) return reason;
   return fits_tensor_map(g.w_out.data, g.w_out.dtype, g.s.layout.out_transposed ? g.s.F : g.s.D) ? nullptr : kNotChunks;
 }
 
 const char* unsupported_reason(const RowsProduct& p) {
+  if (!p.is_plain()) return kAdapter;
   const auto fits = [&](const void* data, int64_t columns) { return fits_tensor_map(data, p.dtype, columns); };
   if (!is_16_bit(p.dtype)) return kNot16Bit;
   if (!sizes_fit({p.R, p.E, p.D, p.N}) || !tile_count_fits(p.R, p.E, p.N, kMinTileColumns)) return kNotCounted;

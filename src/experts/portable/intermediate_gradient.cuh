@@ -7,15 +7,17 @@
 
 namespace anabranch::cuda::portable {
 
-template <class Element, Precision kPrecision, TileChoice kTile, Major kMajor>
+template <class Element, Precision kPrecision, TileChoice kTile, bool kHasAdapter, Major kMajor>
 ab_status launch_intermediate_gradient(const IntermediateGradient& g, int multiprocessors, cudaStream_t stream) {
   const FfnSizes& s = g.s;
-  RowsProductOf<Element, kPrecision, kTile, kMajor, IntermediateGradientEpilogue<Element>> product;
+  MaybeAdapted<kHasAdapter, RowsProductOf<Element, kPrecision, kTile, kMajor, IntermediateGradientEpilogue<Element>>>
+      product;
   product.a.rows = matrix_rows<Element>(g.d_y.data, s.D, 0);
   product.a.gathered = g.map.by_slot;
   product.b.rows = matrix_rows<Element>(g.w_out.data, kMajor == Major::k ? s.D : s.F, s.D * s.F);
   product.b.columns = static_cast<int32_t>(s.F);
   product.b.part_columns = kTileColumns;
+  add_low_rank<kMajor>(product, g.low_rank, s.F);
   auto& out = product.epilogue;
   out.h = static_cast<const Element*>(g.h.data);
   out.dh = static_cast<Element*>(g.dh.data);
@@ -31,12 +33,13 @@ ab_status launch_intermediate_gradient(const IntermediateGradient& g, int multip
 }
 
 // W_out [E, F, D] is operand B, transposed: its rows have D elements.
-template <int32_t kDtype, Precision kPrecision, TileChoice kTile>
+template <int32_t kDtype, Precision kPrecision, TileChoice kTile, bool kHasAdapter>
 ab_status launch_intermediate_gradient(const IntermediateGradient& g, int multiprocessors, cudaStream_t stream) {
   using Element = ElementOf<kDtype>;
-  return g.s.layout.out_transposed
-             ? launch_intermediate_gradient<Element, kPrecision, kTile, Major::mn>(g, multiprocessors, stream)
-             : launch_intermediate_gradient<Element, kPrecision, kTile, Major::k>(g, multiprocessors, stream);
+  return g.s.layout.out_transposed ? launch_intermediate_gradient<Element, kPrecision, kTile, kHasAdapter, Major::mn>(
+                                         g, multiprocessors, stream)
+                                   : launch_intermediate_gradient<Element, kPrecision, kTile, kHasAdapter, Major::k>(
+                                         g, multiprocessors, stream);
 }
 
 }  // namespace anabranch::cuda::portable

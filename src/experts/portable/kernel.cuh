@@ -44,6 +44,16 @@ struct Product {
   int32_t tile_columns = 0;  // columns of the result per tile, in the epilogue's units
 };
 
+// A GEMM over rows with an adapter: the main loop runs a second time, over u and B, and adds to the same sums.
+template <class P>
+struct AdaptedProduct : P {
+  typename P::OperandA u;
+  typename P::OperandB factor;
+  int32_t rank = 0;  // length of the second contraction
+};
+template <class P>
+constexpr bool kAdapted = requires(const P& product) { product.rank; };
+
 // The scheduler's tiles with columns in the epilogue's units.
 template <class P>
 class TilesInColumns {
@@ -134,25 +144,39 @@ class GroupedProduct {
     const bool has_rows = tile.row + first_row() < tile.end_row;
     if (min(p_.a.rows.copy_bytes, p_.b.rows.copy_bytes) == kChunkBytes) {
       if (has_rows) {
-        run_main_loop<true, true>(tile, acc);
+        run_main_loop<true, true>(p_.a, p_.b, tile, acc);
       } else {
-        run_main_loop<true, false>(tile, acc);
+        run_main_loop<true, false>(p_.a, p_.b, tile, acc);
       }
     } else {
       if (has_rows) {
-        run_main_loop<false, true>(tile, acc);
+        run_main_loop<false, true>(p_.a, p_.b, tile, acc);
       } else {
-        run_main_loop<false, false>(tile, acc);
+        run_main_loop<false, false>(p_.a, p_.b, tile, acc);
       }
+    }
+    if constexpr (kAdapted<P>) multiply_low_rank(tile, acc);
+  }
+
+  // Adds u B to the sums. Warps without rows multiply zeros.
+  __device__ __forceinline__ void multiply_low_rank(const Tile& tile, Accumulators<Shape>& acc) {
+    __syncthreads();  // all warps have read the last k-blocks of the first loop
+    Tile of_rank = tile;
+    of_rank.end_k = tile.expert == kNoExpert ? 0 : p_.rank;
+    if (min(p_.u.rows.copy_bytes, p_.factor.rows.copy_bytes) == kChunkBytes) {
+      run_main_loop<true, true>(p_.u, p_.factor, of_rank, acc);
+    } else {
+      run_main_loop<false, true>(p_.u, p_.factor, of_rank, acc);
     }
   }
 
   // kAligned: copy both operands in 16-byte pieces. kMultiplies: false if this warp has no rows and only copies. The
   // loop has no branches, so that copies and MMAs interleave; copies past the last k-block write zeros.
   template <bool kAligned, bool kMultiplies>
-  __device__ __forceinline__ void run_main_loop(const Tile& tile, Accumulators<Shape>& acc) {
-    CopyA copy_a(p_.a, tile, shared_.slots);
-    CopyB copy_b(p_.b, tile, shared_.slots);
+  __device__ __forceinline__ void run_main_loop(const typename P::OperandA& a, const typename P::OperandB& b,
+                                                const Tile& tile, Accumulators<Shape>& acc) {
+    CopyA copy_a(a, tile, shared_.slots);
+    CopyB copy_b(b, tile, shared_.slots);
     Warp warp(first_row(), first_column());
     const int blocks = (tile.end_k - tile.k + kDepth<Element> - 1) / kDepth<Element>;
     int32_t k = tile.k;
@@ -170,8 +194,8 @@ class GroupedProduct {
         copy_a.template copy<kChunkBytes>(stage, k);
         copy_b.template copy<kChunkBytes>(stage + Shape::kBytesA, k);
       } else {
-        copy_in_pieces(copy_a, p_.a.rows.copy_bytes, stage, k);
-        copy_in_pieces(copy_b, p_.b.rows.copy_bytes, stage + Shape::kBytesA, k);
+        copy_in_pieces(copy_a, a.rows.copy_bytes, stage, k);
+        copy_in_pieces(copy_b, b.rows.copy_bytes, stage + Shape::kBytesA, k);
       }
       k += kDepth<Element>;
       end_copy_group();

@@ -6,6 +6,7 @@
 
 #include "core/cuda/device.h"
 #include "core/cuda/vector.cuh"
+#include "experts/cuda/ops/low_rank.h"
 #include "experts/cuda/ops/tiles/row_tile_scheduler.cuh"
 #include "experts/portable/kernel.cuh"
 
@@ -54,6 +55,24 @@ template <class Element, Precision kPrecision, TileChoice kTile, Major kMajorB, 
 using RowsProductOf =
     Product<TileOf<Element, kPrecision, kTile>, Element, kPrecision, RowOperand, WeightOperand<kMajorB>, RowTiles,
             RowTileScheduler<TileOf<Element, kPrecision, kTile>::kRows, 1>, Epilogue>;
+
+// The same GEMM, with an adapter if kHasAdapter.
+template <bool kHasAdapter, class P>
+using MaybeAdapted = std::conditional_t<kHasAdapter, AdaptedProduct<P>, P>;
+
+// Describes the operands of the adapter. b must be described already; columns: of its matrices, as in matrix_rows().
+template <Major kMajorB, class P>
+void add_low_rank(P& product, const LowRank& low_rank, int64_t columns, int64_t second_part = 0) {
+  if constexpr (kAdapted<P>) {
+    using Element = typename P::Element;
+    const int64_t matrix = low_rank.shared ? 0 : low_rank.rank * columns;
+    product.u.rows = matrix_rows<Element>(low_rank.u, low_rank.rank, 0);
+    product.factor = product.b;
+    product.factor.rows = kMajorB == Major::k ? matrix_rows<Element>(low_rank.b, low_rank.rank, matrix)
+                                              : matrix_rows<Element>(low_rank.b, columns, matrix, second_part);
+    product.rank = static_cast<int32_t>(low_rank.rank);
+  }
+}
 
 // columns, tile_columns: of the result and of a tile, in the epilogue's units.
 template <class P>

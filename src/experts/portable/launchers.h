@@ -8,12 +8,12 @@
 
 namespace anabranch::cuda::portable {
 
-// kDtype: an ab_dtype.
-template <int32_t kDtype, Precision kPrecision, TileChoice kTile>
+// kDtype: an ab_dtype. kHasAdapter: with a low-rank term; only for the main tile.
+template <int32_t kDtype, Precision kPrecision, TileChoice kTile, bool kHasAdapter>
 ab_status launch_up(const Up& up, int multiprocessors, cudaStream_t stream);
-template <int32_t kDtype, Precision kPrecision, TileChoice kTile>
+template <int32_t kDtype, Precision kPrecision, TileChoice kTile, bool kHasAdapter>
 ab_status launch_rows_product(const RowsProduct& product, int multiprocessors, cudaStream_t stream);
-template <int32_t kDtype, Precision kPrecision, TileChoice kTile>
+template <int32_t kDtype, Precision kPrecision, TileChoice kTile, bool kHasAdapter>
 ab_status launch_intermediate_gradient(const IntermediateGradient& gradient, int multiprocessors, cudaStream_t stream);
 template <int32_t kDtype, Precision kPrecision, TileChoice kTile>
 ab_status launch_weight_gradient(const WeightGradient& gradient, const SegmentBounds& bounds, const SegmentList& list,

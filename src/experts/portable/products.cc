@@ -33,14 +33,20 @@ ab_status with_elements(int32_t dtype, Precision precision, const F& f) {
   }
 }
 
-// Calls f.template operator()<kDtype, kPrecision, kTile>() for GEMMs over rows.
+// Calls f.template operator()<kDtype, kPrecision, kTile, kHasAdapter>() for GEMMs over rows. With an adapter there is
+// only the main tile, so that there are fewer kernels.
 template <class F>
-ab_status with_kernel(int32_t dtype, Precision precision, int64_t R, int64_t E, int64_t columns, int multiprocessors,
-                      const F& f) {
+ab_status with_kernel(int32_t dtype, Precision precision, const LowRank& low_rank, int64_t R, int64_t E,
+                      int64_t columns, int multiprocessors, const F& f) {
+  if (low_rank.rank > 0) {
+    return with_elements(dtype, precision, [&]<int32_t kDtype, Precision kPrecision>() {
+      return f.template operator()<kDtype, kPrecision, TileChoice::main, true>();
+    });
+  }
   const TileChoice tile = choose_tile(R, E, columns, multiprocessors, static_cast<int>(dtype_size(dtype)), precision);
   return with_elements(dtype, precision, [&]<int32_t kDtype, Precision kPrecision>() {
-    return tile == TileChoice::small ? f.template operator()<kDtype, kPrecision, TileChoice::small>()
-                                     : f.template operator()<kDtype, kPrecision, TileChoice::main>();
+    return tile == TileChoice::small ? f.template operator()<kDtype, kPrecision, TileChoice::small, false>()
+                                     : f.template operator()<kDtype, kPrecision, TileChoice::main, false>();
   });
 }
 
@@ -52,6 +58,7 @@ ab_status check(const Up& up) {
                        {"E", s.E},
                        {"D", s.D},
                        {"columns of w_in", s.P * s.F},
+                       {"rank of the adapter", up.low_rank.rank},
                        {"tiles of h", tiles_over_rows(s.R, s.E, s.F)}});
 }
 
@@ -60,6 +67,7 @@ ab_status check(const RowsProduct& p) {
                        {"E", p.E},
                        {"rows of w", p.D},
                        {"columns of w", p.stored_columns()},
+                       {"rank of the adapter", p.low_rank.rank},
                        {"tiles of y", tiles_over_rows(p.R, p.E, p.N)}});
 }
 
@@ -69,6 +77,7 @@ ab_status check(const IntermediateGradient& g) {
                        {"E", s.E},
                        {"D", s.D},
                        {"columns of w_in", s.P * s.F},
+                       {"rank of the adapter", g.low_rank.rank},
                        {"tiles of dh", tiles_over_rows(s.R, s.E, s.F)}});
 }
 
@@ -84,25 +93,26 @@ int64_t num_dot_parts(const IntermediateGradient& g) { return tiles_of(g.s.F, kT
 
 ab_status launch_gemm(const Up& up, int multiprocessors, cudaStream_t stream) {
   AB_RETURN_IF_ERROR(check(up));
-  return with_kernel(up.x.dtype, up.precision, up.s.R, up.s.E, up.s.P * up.s.F, multiprocessors,
-                     [&]<int32_t kDtype, Precision kPrecision, TileChoice kTile>() {
-                       return launch_up<kDtype, kPrecision, kTile>(up, multiprocessors, stream);
+  return with_kernel(up.x.dtype, up.precision, up.low_rank, up.s.R, up.s.E, up.s.P * up.s.F, multiprocessors,
+                     [&]<int32_t kDtype, Precision kPrecision, TileChoice kTile, bool kHasAdapter>() {
+                       return launch_up<kDtype, kPrecision, kTile, kHasAdapter>(up, multiprocessors, stream);
                      });
 }
 
 ab_status launch_gemm(const RowsProduct& p, int multiprocessors, cudaStream_t stream) {
   AB_RETURN_IF_ERROR(check(p));
-  return with_kernel(p.dtype, p.precision, p.R, p.E, p.N, multiprocessors,
-                     [&]<int32_t kDtype, Precision kPrecision, TileChoice kTile>() {
-                       return launch_rows_product<kDtype, kPrecision, kTile>(p, multiprocessors, stream);
+  return with_kernel(p.dtype, p.precision, p.low_rank, p.R, p.E, p.N, multiprocessors,
+                     [&]<int32_t kDtype, Precision kPrecision, TileChoice kTile, bool kHasAdapter>() {
+                       return launch_rows_product<kDtype, kPrecision, kTile, kHasAdapter>(p, multiprocessors, stream);
                      });
 }
 
 ab_status launch_gemm(const IntermediateGradient& g, int multiprocessors, cudaStream_t stream) {
   AB_RETURN_IF_ERROR(check(g));
-  return with_kernel(g.h.dtype, g.precision, g.s.R, g.s.E, g.s.F, multiprocessors,
-                     [&]<int32_t kDtype, Precision kPrecision, TileChoice kTile>() {
-                       return launch_intermediate_gradient<kDtype, kPrecision, kTile>(g, multiprocessors, stream);
+  return with_kernel(g.h.dtype, g.precision, g.low_rank, g.s.R, g.s.E, g.s.F, multiprocessors,
+                     [&]<int32_t kDtype, Precision kPrecision, TileChoice kTile, bool kHasAdapter>() {
+                       return launch_intermediate_gradient<kDtype, kPrecision, kTile, kHasAdapter>(g, multiprocessors,
+                                                                                                   stream);
                      });
 }
 

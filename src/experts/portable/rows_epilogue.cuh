@@ -1,5 +1,5 @@
-// Epilogue of GEMMs over rows: y = weight (acc + bias), or acc + weight bias if x already contains the weights. Rounded
-// once; padding rows are zero.
+// Epilogue of GEMMs over rows: y = weight (factor acc + bias), or factor acc + weight bias if x already contains the
+// weights. Rounded once; padding rows are zero.
 #pragma once
 
 #include "experts/portable/staged_tile.cuh"
@@ -11,6 +11,7 @@ struct RowsEpilogue {
   Element* y;           // [R, columns]
   const Element* bias;  // [E, bias_columns], starting at the first column of y; or nullptr
   int64_t bias_columns;
+  float factor;
   bool weight_early;
   bool y_aligned;
   bool bias_aligned;
@@ -27,8 +28,9 @@ struct RowsEpilogue {
       load_staged(place, column, values);
       const int32_t slot = staged.slots[row];
       const float weight = staged.weight(row);
+      const float scale = weight_early ? factor : weight * factor;
 #pragma unroll
-      for (float& value : values) value = slot < 0 ? 0.0f : weight_early ? value : weight * value;
+      for (float& value : values) value = slot < 0 ? 0.0f : scale * value;
       if (slot >= 0 && bias != nullptr) {
         float added[kEach];
         load_row(bias + tile.expert * bias_columns + tile.column + column, left, bias_aligned, added);

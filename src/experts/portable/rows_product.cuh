@@ -7,20 +7,23 @@
 
 namespace anabranch::cuda::portable {
 
-template <class Element, Precision kPrecision, TileChoice kTile, Major kMajor>
+template <class Element, Precision kPrecision, TileChoice kTile, bool kHasAdapter, Major kMajor>
 ab_status launch_rows_product(const RowsProduct& p, int multiprocessors, cudaStream_t stream) {
-  RowsProductOf<Element, kPrecision, kTile, kMajor, RowsEpilogue<Element>> product;
+  MaybeAdapted<kHasAdapter, RowsProductOf<Element, kPrecision, kTile, kMajor, RowsEpilogue<Element>>> product;
   const int64_t stored = p.stored_columns();
   product.a.rows = matrix_rows<Element>(p.x, p.D, 0);
-  product.b.rows = matrix_rows<Element>(p.w, kMajor == Major::k ? p.D : stored, p.D * stored);
+  product.a.gathered = p.gathers_x && p.map.by_slot;
+  product.b.rows = matrix_rows<Element>(p.w, kMajor == Major::k ? p.D : stored, p.shared_w ? 0 : p.D * stored);
   product.b.columns = static_cast<int32_t>(p.N);
   product.b.part_columns = kTileColumns;
+  add_low_rank<kMajor>(product, p.low_rank, stored);
   auto& out = product.epilogue;
   out.y = static_cast<Element*>(p.y);
   out.bias = static_cast<const Element*>(p.bias);
   out.bias_columns = stored;
   product.weights = p.weights;
   out.weight_early = p.weight_early;
+  out.factor = p.factor;
   out.y_aligned = are_aligned(out.y, p.N);
   out.bias_aligned = are_aligned(out.bias, stored);
   out.columns = static_cast<int32_t>(p.N);
@@ -28,11 +31,12 @@ ab_status launch_rows_product(const RowsProduct& p, int multiprocessors, cudaStr
                           p.skips_rest, multiprocessors, stream);
 }
 
-template <int32_t kDtype, Precision kPrecision, TileChoice kTile>
+template <int32_t kDtype, Precision kPrecision, TileChoice kTile, bool kHasAdapter>
 ab_status launch_rows_product(const RowsProduct& p, int multiprocessors, cudaStream_t stream) {
   using Element = ElementOf<kDtype>;
-  return p.transposed ? launch_rows_product<Element, kPrecision, kTile, Major::k>(p, multiprocessors, stream)
-                      : launch_rows_product<Element, kPrecision, kTile, Major::mn>(p, multiprocessors, stream);
+  return p.transposed
+             ? launch_rows_product<Element, kPrecision, kTile, kHasAdapter, Major::k>(p, multiprocessors, stream)
+             : launch_rows_product<Element, kPrecision, kTile, kHasAdapter, Major::mn>(p, multiprocessors, stream);
 }
 
 }  // namespace anabranch::cuda::portable

@@ -7,11 +7,11 @@
 
 namespace anabranch::cuda::portable {
 
-template <class Element, Precision kPrecision, TileChoice kTile, Major kMajor>
+template <class Element, Precision kPrecision, TileChoice kTile, bool kHasAdapter, Major kMajor>
 ab_status launch_up(const Up& up, int multiprocessors, cudaStream_t stream) {
   const FfnSizes& s = up.s;
   const int64_t N = s.P * s.F;
-  RowsProductOf<Element, kPrecision, kTile, kMajor, UpEpilogue<Element>> product;
+  MaybeAdapted<kHasAdapter, RowsProductOf<Element, kPrecision, kTile, kMajor, UpEpilogue<Element>>> product;
   product.a.rows = matrix_rows<Element>(up.x.data, s.D, 0);
   product.a.gathered = up.map.by_slot;
   const IntermediateRowLayout layout(s);
@@ -22,6 +22,7 @@ ab_status launch_up(const Up& up, int multiprocessors, cudaStream_t stream) {
   product.b.scale = layout.interleaved ? 2 : 1;
   product.b.part_columns = in_parts ? kTileColumns / 2 : kTileColumns;
   product.b.part_step = static_cast<int32_t>(s.F);
+  add_low_rank<kMajor>(product, up.low_rank, N, in_parts ? s.F : 0);
   auto& out = product.epilogue;
   out.h = static_cast<Element*>(up.h.data);
   out.a = static_cast<Element*>(up.a.data);
@@ -34,11 +35,12 @@ ab_status launch_up(const Up& up, int multiprocessors, cudaStream_t stream) {
                           kTileColumns / static_cast<int>(s.P), up.skips_rest, multiprocessors, stream);
 }
 
-template <int32_t kDtype, Precision kPrecision, TileChoice kTile>
+template <int32_t kDtype, Precision kPrecision, TileChoice kTile, bool kHasAdapter>
 ab_status launch_up(const Up& up, int multiprocessors, cudaStream_t stream) {
   using Element = ElementOf<kDtype>;
-  return up.s.layout.in_transposed ? launch_up<Element, kPrecision, kTile, Major::k>(up, multiprocessors, stream)
-                                   : launch_up<Element, kPrecision, kTile, Major::mn>(up, multiprocessors, stream);
+  return up.s.layout.in_transposed
+             ? launch_up<Element, kPrecision, kTile, kHasAdapter, Major::k>(up, multiprocessors, stream)
+             : launch_up<Element, kPrecision, kTile, kHasAdapter, Major::mn>(up, multiprocessors, stream);
 }
 
 }  // namespace anabranch::cuda::portable

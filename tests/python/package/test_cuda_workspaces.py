@@ -111,6 +111,8 @@ def test_grouped_matmul_dw(library, R, E, D, F, dtype, other):
     }
     bound = workspaces.grouped_matmul_dw(R, E, D, F, DTYPES[dtype], DTYPES[other])
     assert needed(library, "ab_cuda_grouped_matmul_dw", values) <= bound
+    values["d_w"] = np.empty((1, D, F), DTYPES[dtype])
+    assert needed(library, "ab_cuda_grouped_matmul_dw", values) <= bound, "shared"
 
 
 def ffn_values(R, E, D, F, P, dtype):

@@ -63,6 +63,13 @@ def fp8_rows(R: int, D: int) -> int:
     return _bound("fp8_rows", _size(R), _size(D))
 
 
+def lora(R: int, E: int, M: int, N: int, rank: int, dtype: Any, *, backward: bool = False) -> int:
+    """Additional workspace for an adapter of a matrix [M, N], 0 for rank 0; dtype: of x; backward: with gradients."""
+    if rank == 0:
+        return 0
+    return _bound("lora", *map(_size, (R, E, M, N, rank)), _flag(backward), _dtype(dtype))
+
+
 def ffn_forward(R: int, F: int, dtype: Any) -> int:
     """Workspace for the activations [R, F]."""
     return _bound("expert_ffn_forward", _size(R), _size(F), _dtype(dtype))

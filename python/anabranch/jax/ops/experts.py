@@ -190,7 +190,10 @@ def _gemm_with_adapter(
             "y": jax.ShapeDtypeStruct((x.shape[0], w.shape[1 if transpose_w else 2]), x.dtype),
             "lora_u": jax.ShapeDtypeStruct((x.shape[0], rank), x.dtype),
         },
-        workspace=workspaces.fp8_rows(*x.shape) if precision == FP8 else 0,
+        workspace=(workspaces.fp8_rows(*x.shape) if precision == FP8 else 0)
+        + workspaces.lora(
+            x.shape[0], group_sizes.shape[0], x.shape[1], w.shape[1 if transpose_w else 2], rank, x.dtype
+        ),
         orders=dict.fromkeys(("lora_a", "lora_b"), "021") if transpose_lora else {},
         transpose_w=int(transpose_w),
         precision=precision,

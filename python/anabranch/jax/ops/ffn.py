@@ -192,9 +192,19 @@ def _forward(
 def _forward_workspace(config: FfnConfig, operands: FfnOperands, R: int, F: int, result: str) -> int:
     x = operands.x
     x_bytes = workspaces.fp8_rows(*x.shape) if config.fp8 and operands.x_quantized is None else 0
+    x_bytes += _lora_workspace(config, operands, R)
     if result == "a":
         return x_bytes
     return x_bytes + (workspaces.fp8_rows(R, F) if config.fp8 else workspaces.ffn_forward(R, F, x.dtype))
+
+
+def _lora_workspace(config: FfnConfig, operands: FfnOperands, R: int, *, backward: bool = False) -> int:
+    """The workspace of the adapters in a call of either pass."""
+    E, D, P, F = config.sizes(operands.w_in)
+    return sum(
+        workspaces.lora(R, E, M, N, operands.rank(projection), operands.x.dtype, backward=backward)
+        for projection, M, N in (("in", D, P * F), ("out", F, D))
+    )
 
 
 def ffn_backward(
@@ -263,6 +273,9 @@ def _backward(
     """Computes the results from h or from the results of an earlier call; dh reuses the buffer of h."""
     inputs = operands.by_name()
     del inputs["b_in"]
+    slots = operands.slot_of_row
+    R = operands.x.shape[0] if slots is None else slots.shape[0]
+    workspace += _lora_workspace(config, operands, R, backward=True)
     if config.fp8 and d_out is not None and "h" in intermediates and "d_out_q" not in intermediates:
         workspace += workspaces.fp8_rows(*d_out.shape)
     return ffi.call(
@@ -358,7 +371,8 @@ class SlotGemm:
             },
             {"out": jax.ShapeDtypeStruct((row_of_slot.shape[0], N), dtype)},
             aliases={"addend": "out"} if addend is not None and addend.dtype == dtype else None,
-            workspace=workspaces.grouped_matmul_combine(R, E, D, N, self.x.dtype, backward=self.backward),
+            workspace=workspaces.grouped_matmul_combine(R, E, D, N, self.x.dtype, backward=self.backward)
+            + workspaces.lora(R, E, 0, N, 0 if self.lora_u is None else self.lora_u.shape[1], row_dtype),
             transpose_w=int(self.transpose_w),
             weight_early=int(self.early_weights is not None),
             skip_rest=int(self.skip_rest),

@@ -6,6 +6,7 @@
 #include "core/floats.h"
 #include "experts/activation.h"
 #include "experts/check.h"
+#include "experts/cuda/ops/low_rank.h"
 #include "experts/cuda/ops/row_map.h"
 #include "experts/precision.h"
 
@@ -30,6 +31,7 @@ struct IntermediateGradient {
   Floats dh;                // [R, P, F], or none; may alias h
   Floats weighted_a;        // [R, F], or none
   float* dots = nullptr;    // [dot_parts(), R]: partial sums of <da', a>; or nullptr
+  LowRank low_rank;         // of W_out^T
 };
 
 }  // namespace anabranch::cuda

@@ -5,14 +5,15 @@
 
 #include "core/floats.h"
 #include "core/inline.h"
+#include "experts/cuda/ops/low_rank.h"
 #include "experts/cuda/ops/row_map.h"
 #include "experts/precision.h"
 
 namespace anabranch::cuda {
 
-// y[r] = w (x[r] op(W[e]) + bias[e]) for the rows r of group e, with the weight w of the row's assignment. With
-// weight_early, x already contains the weights: y[r] = x[r] op(W[e]) + w bias[e]. Rounded once. Padding rows and rows
-// after the groups are zero; if they are skipped, rows after the groups are undefined.
+// y[r] = w (factor x[r] op(W[e]) + bias[e]) for the rows r of group e, with the weight w of the row's assignment. With
+// weight_early, x already contains the weights: y[r] = factor x[r] op(W[e]) + w bias[e]. Rounded once. Padding rows and
+// rows after the groups are zero; if they are skipped, rows after the groups are undefined.
 struct RowsProduct {
   const void* x = nullptr;  // [R, D]; padding rows must be zero if y must be zero there for any W, NaN included
   const void* w = nullptr;  // [E, D, N]; transposed: [E, N, D]; or a window of wider matrices, see w_columns
@@ -31,10 +32,16 @@ struct RowsProduct {
   int64_t N = 0;
   bool skips_rest = false;
   int64_t w_columns = 0;  // stored columns of W and bias, if `w` and `bias` point to a window of N columns; 0: N
+  LowRank low_rank{};
+  float factor = 1.0f;
+  bool shared_w = false;   // one matrix W for all experts
+  bool gathers_x = false;  // x are rows of tokens, which the map selects
 
   AB_INLINE int64_t stored_columns() const { return w_columns > 0 ? w_columns : N; }
   // Whether the weights multiply the GEMM's result.
   bool scales() const { return weights.data != nullptr && !weight_early; }
+  // Whether the GEMM has no option that only the sm80 kernels support.
+  bool is_plain() const { return low_rank.rank == 0 && factor == 1.0f && !shared_w && !(gathers_x && map.by_slot); }
   // Whether the weights multiply only the bias.
   AB_INLINE bool weighs_bias() const { return bias != nullptr && weights.data != nullptr && weight_early; }
 };

@@ -4,6 +4,7 @@
 #include "core/floats.h"
 #include "experts/activation.h"
 #include "experts/check.h"
+#include "experts/cuda/ops/low_rank.h"
 #include "experts/cuda/ops/row_map.h"
 #include "experts/precision.h"
 
@@ -24,6 +25,7 @@ struct Up {
   Floats weights;           // per assignment; none (1) also if weights are applied late
   Floats h;                 // [R, P, F], or none if not requested
   Floats a;                 // [R, F]
+  LowRank low_rank;         // of W_in
 };
 
 }  // namespace anabranch::cuda

@@ -9,7 +9,8 @@
 
 namespace anabranch::cuda {
 
-// d_w[e] = x^T d_y over the rows of group e; zero without rows.
+// d_w[e] = x^T d_y over the rows of group e; zero without rows. If shared, d_w is one matrix, the sum over the rows of
+// all groups.
 struct WeightGradient {
   RowMap map;              // maps the gathered operand
   Floats x;                // [R, D], or gathered rows of D
@@ -17,9 +18,10 @@ struct WeightGradient {
   Floats d_y;              // [R, N], or gathered rows of N
   bool gathers_d_y = false;
   const int32_t* group_sizes = nullptr;  // [E], on the device
-  Floats d_w;                            // [E, D, N]
+  Floats d_w;                            // [E or 1, D, N]
   Precision precision = Precision::highest;
   bool accumulates = false;  // add to d_w, which must be float32
+  bool shared = false;
   int64_t R = 0;
   int64_t E = 0;
   int64_t D = 0;

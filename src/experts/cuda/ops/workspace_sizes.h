@@ -109,8 +109,11 @@ struct SegmentLayout {
   }
 };
 
-// Workspace bytes of a weight gradient [E, D, N].
-inline size_t weight_gradient_bytes(int64_t R, int64_t E, int64_t D, int64_t N) {
+constexpr size_t kTotalRowsBytes = 256;  // one int32, aligned like the segments after it
+
+// Workspace bytes of a weight gradient [E, D, N], or [1, D, N] if all experts share it.
+inline size_t weight_gradient_bytes(int64_t R, int64_t E, int64_t D, int64_t N, bool shared = false) {
+  if (shared) return kTotalRowsBytes + weight_gradient_bytes(R, 1, D, N);
   if (E == 0 || D == 0 || N == 0) return 0;
   const SegmentBounds bounds = bound_segments(R, E, D, N);
   return SegmentLayout(bounds).partials +

@@ -1,0 +1,102 @@
+#include "experts/cuda/lora.h"
+
+#include <algorithm>
+
+#include "core/tensor.h"
+#include "experts/cuda/strided_copy.h"
+
+namespace anabranch::cuda {
+namespace {
+
+// The axes of a factor as [E or 1, M, P, F], with P = 1 if it has three.
+struct Axes {
+  int64_t shape[4];
+  int64_t strides[4];
+
+  explicit Axes(const ab_tensor& factor) {
+    for (int i = 0; i < 4; ++i) {
+      const bool is_three = factor.rank == 3;
+      const int axis = is_three && i == 3 ? 2 : i;
+      shape[i] = is_three && i == 2 ? 1 : factor.shape[axis];
+      strides[i] = is_three && i == 2 ? 0 : stride_of(factor, axis);
+    }
+  }
+};
+
+// The strides of a factor without gaps.
+void set_strides(const int64_t (&shape)[4], bool transposed, bool interleaved, int64_t (&strides)[4]) {
+  const int64_t M = shape[1];
+  const int64_t P = shape[2];
+  const int64_t F = shape[3];
+  const int64_t column = transposed ? M : 1;
+  strides[0] = M * P * F;
+  strides[1] = transposed ? 1 : P * F;
+  strides[2] = interleaved ? column : F * column;
+  strides[3] = interleaved ? P * column : column;
+}
+
+bool has_strides(const Axes& axes, bool transposed, bool interleaved) {
+  int64_t strides[4];
+  set_strides(axes.shape, transposed, interleaved, strides);
+  for (int i = 0; i < 4; ++i) {
+    if (axes.shape[i] > 1 && axes.strides[i] != strides[i]) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+Factor::Factor(Workspace& workspace, const ab_tensor* tensor, int32_t dtype, int64_t E, FactorOrder order,
+               bool interleaved)
+    : dtype_(dtype),
+      transposed_(order == FactorOrder::columns || order == FactorOrder::free_columns),
+      interleaved_(interleaved) {
+  if (tensor == nullptr) return;
+  shared_ = tensor->shape[0] == 1 && E != 1;
+  const Axes axes(*tensor);
+  const bool is_free = order == FactorOrder::free_rows || order == FactorOrder::free_columns;
+  for (const bool transposed : {transposed_, is_free ? !transposed_ : transposed_}) {
+    if (tensor->dtype != dtype || !has_strides(axes, transposed, interleaved)) continue;
+    transposed_ = transposed;
+    data_ = tensor->data;
+    return;
+  }
+  from_ = tensor;
+  data_ = workspace.take_rows(axes.shape[0] * axes.shape[1], axes.shape[2] * axes.shape[3], dtype);
+}
+
+ab_status Factor::fill(int multiprocessors, cudaStream_t stream) const {
+  if (from_ == nullptr) return ok();
+  const Axes axes(*from_);
+  StridedCopy made{.from = Floats(from_), .to = {data_, dtype_}};
+  std::copy_n(axes.shape, 4, made.shape);
+  std::copy_n(axes.strides, 4, made.from_strides);
+  set_strides(axes.shape, transposed_, interleaved_, made.to_strides);
+  return copy(made, multiprocessors, stream);
+}
+
+RowsProduct product_of(const LowRankRows& u, const Factor& factor, RowsProduct rows) {
+  return {.x = u.x,
+          .w = factor.data(),
+          .transposed = factor.transposed() != u.transposed,
+          .group_sizes = rows.group_sizes,
+          .y = u.u,
+          .map = rows.map,
+          .dtype = rows.dtype,
+          .precision = rows.precision,
+          .R = rows.R,
+          .E = rows.E,
+          .D = u.D,
+          .N = u.rank,
+          .factor = u.scale,
+          .shared_w = factor.shared(),
+          .gathers_x = u.gathers_x};
+}
+
+void* take_low_rank_rows(Workspace& workspace, const ab_tensor* tensor, bool needed, int64_t R, int64_t rank,
+                         int32_t dtype) {
+  if (tensor != nullptr) return tensor->data;
+  return workspace.take_rows(needed ? R : 0, rank, dtype);
+}
+
+}  // namespace anabranch::cuda

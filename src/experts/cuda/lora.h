@@ -1,0 +1,108 @@
+// Factors of low-rank adapters as operands of grouped GEMMs on CUDA.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "anabranch/experts.h"
+#include "core/cuda/device.h"
+#include "core/workspace.h"
+#include "experts/check.h"
+#include "experts/cuda/phases.h"
+#include "experts/precision.h"
+
+namespace anabranch::cuda {
+
+// FP8 GEMMs have no adapters.
+template <class Args>
+ab_status check_lora_precision(const Args& args, int64_t rank) {
+  if (rank == 0 || !is_fp8(args)) return ok();
+  return error(AB_UNSUPPORTED, "precision: got AB_PRECISION_FP8, expected another precision with an adapter on a GPU");
+}
+
+// The orientation of a factor [M, N] in memory: as its weight is stored, so that both can be operand B of one GEMM.
+// free_*: a GEMM that reads nothing else accepts both. A copy then has contiguous rows (M, N) or columns (N, M).
+enum class FactorOrder { rows, columns, free_rows, free_columns };
+inline FactorOrder order_like(bool weight_is_transposed) {
+  return weight_is_transposed ? FactorOrder::columns : FactorOrder::rows;
+}
+
+// A factor [E or 1, M, N] of the dtype of the rows that multiply it: the caller's memory, or a copy in the workspace.
+class Factor {
+ public:
+  Factor() = default;
+
+  // tensor: [E or 1, M, N], or [E or 1, M, P, F] with N = P F columns; nullptr: none. interleaved: P is inside F.
+  Factor(Workspace& workspace, const ab_tensor* tensor, int32_t dtype, int64_t E, FactorOrder order,
+         bool interleaved = false);
+
+  // Makes the copy.
+  ab_status fill(int multiprocessors, cudaStream_t stream) const;
+
+  const void* data() const { return data_; }
+  bool transposed() const { return transposed_; }  // stored as [N, M]
+  bool shared() const { return shared_; }
+
+ private:
+  const ab_tensor* from_ = nullptr;  // nullptr: no copy is needed
+  void* data_ = nullptr;
+  int32_t dtype_ = 0;
+  bool transposed_ = false;
+  bool shared_ = false;
+  bool interleaved_ = false;
+};
+
+// The low-rank term of a GEMM.
+inline LowRank low_rank_of(const void* u, const Factor& b, int64_t rank) {
+  return {rank == 0 ? nullptr : u, b.data(), b.shared(), rank};
+}
+
+// u = scale x A[e], or with `transposed` u = scale x B[e]^T, for the rows of a GEMM. D: columns of x.
+struct LowRankRows {
+  const void* x = nullptr;
+  bool gathers_x = false;
+  int64_t D = 0;
+  bool transposed = false;
+  float scale = 1.0f;
+  void* u = nullptr;  // [R, rank]
+  int64_t rank = 0;
+};
+// rows: everything that does not depend on the adapter.
+RowsProduct product_of(const LowRankRows& u, const Factor& factor, RowsProduct rows);
+
+// Rows [R, rank] in the caller's tensor or, if that is nullptr and they are needed, in the workspace.
+void* take_low_rank_rows(Workspace& workspace, const ab_tensor* tensor, bool needed, int64_t R, int64_t rank,
+                         int32_t dtype);
+
+// The adapter of a grouped GEMM whose rows have a dtype.
+template <class Args>
+class ProductAdapter {
+ public:
+  ProductAdapter(Workspace& workspace, const Args& args, const GroupedSizes& s, int32_t dtype)
+      : args_(args),
+        s_(s),
+        a_(workspace, args.lora_a, dtype, s.E, FactorOrder::free_columns),
+        b_(workspace, args.lora_b, dtype, s.E, order_like(args.transpose_w != 0)),
+        u_(take_low_rank_rows(workspace, args.lora_u, s.rank > 0, s.R, s.rank, dtype)) {}
+
+  // Enqueues the copies of the factors and, unless it is given, u. product: the GEMM with w.
+  ab_status compute(const RowsProduct& product, const Device& device, cudaStream_t stream) const {
+    AB_RETURN_IF_ERROR(a_.fill(device.multiprocessors, stream));
+    AB_RETURN_IF_ERROR(b_.fill(device.multiprocessors, stream));
+    if (args_.lora_a == nullptr) return ok();
+    const LowRankRows u{.x = product.x, .D = s_.D, .scale = args_.lora_scale, .u = u_, .rank = s_.rank};
+    return compute_rows_product(product_of(u, a_, product), device, stream);
+  }
+
+  LowRank low_rank() const { return low_rank_of(u_, b_, s_.rank); }
+
+ private:
+  const Args& args_;
+  GroupedSizes s_;
+  Factor a_;
+  Factor b_;
+  void* u_;
+};
+
+}  // namespace anabranch::cuda

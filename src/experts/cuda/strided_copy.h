@@ -1,0 +1,26 @@
+// Copies between float tensors of different dtypes and axis orders.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "anabranch/types.h"
+#include "core/floats.h"
+
+namespace anabranch::cuda {
+
+// to[i, j, k, l] = from[i, j, k, l], rounded to nearest even; or with `adds` to[...] += from[...]. Strides are in
+// elements. The tensors must not overlap.
+struct StridedCopy {
+  Floats from;
+  Floats to;
+  int64_t shape[4] = {};
+  int64_t from_strides[4] = {};
+  int64_t to_strides[4] = {};
+  bool adds = false;
+};
+
+ab_status copy(const StridedCopy& copy, int multiprocessors, cudaStream_t stream);
+
+}  // namespace anabranch::cuda

@@ -1,0 +1,342 @@
+// Low-rank adapters on the GPU against the CPU.
+#include "anabranch/cuda_workspaces.h"
+#include "lora_case.h"
+
+namespace anabranch::testing {
+namespace {
+
+using LoraCuda = ExpertsCudaTest;
+
+const std::vector<int32_t> kGroups = {3, 0, 34, 1, 0, 9};  // 47 rows
+
+LoraCase small_case(int32_t dtype, bool aligned, int64_t P = 2) {
+  FfnCase c{kGroups, 50, aligned ? 32 : 13, aligned ? 40 : 7, P};
+  c.T = 21;
+  c.K = 3;
+  c.dtype = dtype;
+  return {.c = c, .r = aligned ? 16 : 5, .q = aligned ? 8 : 3};
+}
+
+// Rotates the options, so that each occurs with every dtype and most pairs occur.
+TEST_F(LoraCuda, EveryOptionMatchesTheCpu) {
+  unsigned seed = 0;
+  for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {
+    for (int layout = 0; layout < static_cast<int>(kLayouts.size()); ++layout) {
+      if (++seed % 2 == 0 && dtype == AB_FLOAT16) continue;
+      LoraCase l = small_case(dtype, seed / 2 % 2 == 0, seed % 5 == 0 ? 1 : 2);
+      if (seed % 4 == 3) l.c.T = l.c.K = 0;
+      l.c.layout = layout;
+      l.c.activation = l.c.P == 2 ? AB_SWIGLU_OAI : AB_GELU;
+      l.c.weighting = static_cast<Weighting>(seed % 3);
+      l.c.biases = seed % 2 == 0;
+      l.c.accumulate = seed % 7 == 0;
+      l.dtype = l.c.accumulate || seed % 3 == 1 ? AB_FLOAT32 : 0;
+      l.order = static_cast<int>(seed % 3);
+      l.shared = seed * 5 % 16;
+      l.frozen = seed % 6 != 0;
+      l.saves_u = seed % 4 != 0;
+      check(l, seed);
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+// Ranks below and above a k-block and a tile, of one projection or both.
+TEST_F(LoraCuda, AnyRank) {
+  for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
+    for (const auto& [r, q] : {std::pair<int64_t, int64_t>{1, 0}, {0, 1}, {70, 33}, {0, 130}}) {
+      LoraCase l = small_case(dtype, dtype == AB_BFLOAT16);
+      l.r = r;
+      l.q = q;
+      check(l);
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+TEST_F(LoraCuda, Tf32IsCloseToTheCpu) {
+  LoraCase l = small_case(AB_FLOAT32, true);
+  l.c.precision = AB_PRECISION_TF32;
+  check(l);
+}
+
+// Several tiles in each direction, and sums of several segments in the gradients.
+TEST_F(LoraCuda, LargeSizesMatchTheCpu) {
+  for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
+    for (const unsigned shared : {0u, 15u}) {
+      LoraCase l{.c = {kUneven, 1300, 264, 200, 2, 500, 3, dtype}, .r = 40, .q = 24, .shared = shared};
+      check(l);
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+TEST_F(LoraCuda, EmptySizes) {
+  for (const auto& [R, D, F] : {std::tuple<int64_t, int64_t, int64_t>{0, 8, 8}, {50, 0, 8}, {50, 8, 0}}) {
+    for (const unsigned shared : {0u, 15u}) {
+      LoraCase l = small_case(AB_BFLOAT16, true);
+      l.c.R = R;
+      l.c.D = D;
+      l.c.F = F;
+      l.shared = shared;
+      check(l);
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+// The kernels of float32 are the same with an adapter and without.
+TEST_F(LoraCuda, ZeroFactorsGiveTheBitsWithoutAnAdapter) {
+  LoraCase l = small_case(AB_FLOAT32, true);
+  LoraNetwork with(l);
+  for (const int b : {1, 3}) {
+    for (int64_t i = 0; i < with.factors[b]->values.size(); ++i) with.factors[b]->values.set(i, 0.0f);
+  }
+  with.on_gpu();
+  l.r = l.q = 0;
+  const LoraNetwork without(l);
+  without.on_gpu();
+  const auto expect_equal = [](const FloatTensor& got, const FloatTensor& want) {  // -0 equals +0
+    for (int64_t i = 0; i < got.size(); ++i) ASSERT_EQ(got.get(i), want.get(i)) << i;
+  };
+  expect_equal(with.net.y, without.net.y);
+  expect_equal(with.net.h, without.net.h);
+  expect_equal(with.net.dx_rows, without.net.dx_rows);
+}
+
+// A first call computes dh, w a, v_in and v_out; later calls compute the gradients from them, or compute v again.
+TEST_F(LoraCuda, SplitCallsMatchOne) {
+  for (const bool gives_v : {true, false}) {
+    LoraCase l = small_case(AB_BFLOAT16, true);
+    l.shared = 6;
+    const LoraNetwork one(l);
+    one.on_gpu();
+    const LoraNetwork two(l);
+    LoraNetwork::forward_on_gpu(two.forward_args());
+    const FloatTensor weighted_a({l.c.R, l.c.F}, l.c.dtype);
+    const ab_expert_ffn_backward_args all = two.backward_args();
+    ab_expert_ffn_backward_args first = all;
+    first.weighted_a = weighted_a.view();
+    first.dx_rows = first.d_lora_a_in = first.d_lora_b_in = first.d_lora_a_out = first.d_lora_b_out = nullptr;
+    LoraNetwork::backward_on_gpu(first);
+    ab_expert_ffn_backward_args out = all;
+    out.h = out.d_weights = out.dx_rows = out.dh = out.lora_v_in = nullptr;
+    out.weighted_a = weighted_a.view();
+    out.d_lora_a_in = out.d_lora_b_in = nullptr;
+    ab_expert_ffn_backward_args in = all;
+    in.h = in.d_weights = in.d_out = in.lora_v_out = in.d_lora_a_out = in.d_lora_b_out = nullptr;
+    if (!gives_v) out.lora_v_out = in.lora_v_in = nullptr;
+    LoraNetwork::backward_on_gpu(out);
+    LoraNetwork::backward_on_gpu(in);
+    two.expect_same_bits(one);
+  }
+}
+
+// y = x w + scale (x A) B, its gradient by the transposed factors, and sums per token of both.
+class GroupedLora {
+ public:
+  GroupedLora(int32_t dtype, bool transposed, bool shared)
+      : dtype_(dtype),
+        transposed_(transposed),
+        sizes_({E()}, kGroups),
+        slots_({kR}),
+        rows_({kT, kK}),
+        x_({kR, kD}, dtype),
+        w_(transposed ? std::vector<int64_t>{E(), kN, kD} : std::vector<int64_t>{E(), kD, kN}, dtype),
+        a_({shared ? 1 : E(), kRank, kD}, AB_FLOAT32),
+        b_({E(), kRank, kN}, dtype),
+        bias_({E(), kN}, dtype),
+        weights_({kT, kK}, AB_FLOAT32),
+        a_view_(*a_.view()) {
+    for (FloatTensor* tensor : {&x_, &w_, &a_, &b_, &bias_, &weights_}) tensor->fill_uniform(++seed_);
+    for (int32_t r = 0; r < kR; ++r) {
+      slots_[r] = r % 11 == 5 ? -1 : r;
+      if (slots_[r] >= 0) rows_[r] = r;
+    }
+    // A [E, D, rank], stored transposed.
+    std::swap(a_view_.shape[1], a_view_.shape[2]);
+    strides_[0] = kD * kRank;
+    strides_[1] = 1;
+    strides_[2] = kD;
+    a_view_.strides = strides_;
+  }
+
+  struct Results {
+    FloatTensor y, u;
+    Results(std::vector<int64_t> shape, int32_t dtype) : y(std::move(shape), dtype), u({kR, kRank}, dtype) {}
+  };
+
+  ab_grouped_matmul_args args(const Results& results) const {
+    ab_grouped_matmul_args args{};
+    args.size = sizeof(args);
+    args.transpose_w = transposed_ ? 1 : 0;
+    args.x = x_.view();
+    args.w = w_.view();
+    args.group_sizes = sizes_.view();
+    args.y = results.y.view();
+    args.lora_scale = 0.5f;
+    args.lora_a = &a_view_;
+    args.lora_b = b_.view();
+    args.lora_u = results.u.view();
+    return args;
+  }
+  ab_grouped_matmul_combine_args combine_args(const Results& results, bool gives_u) const {
+    ab_grouped_matmul_combine_args args{};
+    args.size = sizeof(args);
+    args.transpose_w = transposed_ ? 1 : 0;
+    args.x = x_.view();
+    args.w = w_.view();
+    args.group_sizes = sizes_.view();
+    args.bias = bias_.view();
+    args.slot_of_row = slots_.view();
+    args.row_of_slot = rows_.view();
+    args.weights = weights_.view();
+    args.out = results.y.view();
+    args.lora_scale = gives_u ? 0.0f : 0.5f;
+    args.lora_a = gives_u ? nullptr : &a_view_;
+    args.lora_b = b_.view();
+    args.lora_u = results.u.view();
+    return args;
+  }
+
+  void check_product() const {
+    const Results want({kR, kN}, dtype_), got({kR, kN}, dtype_);
+    EXPECT_OK(call(ab_grouped_matmul, ab_grouped_matmul_workspace, args(want)));
+    using A = ab_grouped_matmul_args;
+    run_on_copies(ab_cuda_grouped_matmul_workspace, ab_cuda_grouped_matmul, args(got), &A::x, &A::w, &A::group_sizes,
+                  &A::y, &A::lora_a, &A::lora_b, &A::lora_u);
+    compare(got, want);
+  }
+  void check_combine() const {
+    const Results want({kT, kN}, dtype_), got({kT, kN}, dtype_);
+    EXPECT_OK(call(ab_grouped_matmul_combine, ab_grouped_matmul_combine_workspace, combine_args(want, false)));
+    combine_on_gpu(combine_args(got, false));
+    compare(got, want);
+    const Results again({kT, kN}, dtype_);
+    for (int64_t i = 0; i < got.u.size(); ++i) const_cast<FloatTensor&>(again.u).set(i, got.u.get(i));
+    combine_on_gpu(combine_args(again, true));
+    EXPECT_TRUE(again.y.is(got.y)) << "with a given u";
+  }
+
+ private:
+  static constexpr int64_t kR = 50, kT = 25, kK = 2, kD = 40, kN = 200, kRank = 5;
+  static int64_t E() { return static_cast<int64_t>(kGroups.size()); }
+
+  static void combine_on_gpu(const ab_grouped_matmul_combine_args& args) {
+    using A = ab_grouped_matmul_combine_args;
+    run_on_copies(ab_cuda_grouped_matmul_combine_workspace, ab_cuda_grouped_matmul_combine, args, &A::x, &A::w,
+                  &A::group_sizes, &A::bias, &A::slot_of_row, &A::row_of_slot, &A::weights, &A::out, &A::lora_a,
+                  &A::lora_b, &A::lora_u);
+  }
+
+  void compare(const Results& got, const Results& want) const {
+    FfnCase c;
+    c.dtype = dtype_;
+    compare_elements("y", c, got.y, want.y, 0, want.y.size());
+    compare_elements("u", c, got.u, want.u, 0, want.u.size());
+  }
+
+  int32_t dtype_;
+  bool transposed_;
+  unsigned seed_ = 0;
+  Tensor<int32_t> sizes_, slots_, rows_;
+  FloatTensor x_, w_, a_, b_, bias_, weights_;
+  ab_tensor a_view_;
+  int64_t strides_[AB_MAX_RANK] = {};
+};
+
+TEST_F(LoraCuda, GroupedGemmsMatchTheCpu) {
+  for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
+    for (const bool transposed : {false, true}) {
+      const GroupedLora gemm(dtype, transposed, transposed);
+      gemm.check_product();
+      gemm.check_combine();
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+// d_w [1, D, N] is the sum over all experts, in any dtype.
+TEST_F(LoraCuda, SharedWeightGradientsMatchTheCpu) {
+  for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {
+    FloatTensor x({50, 13}, AB_BFLOAT16), d_y({50, 9}, dtype);
+    x.fill_uniform(1);
+    d_y.fill_uniform(2);
+    const Tensor<int32_t> sizes({6}, kGroups);
+    FloatTensor want({1, 13, 9}, dtype), got({1, 13, 9}, dtype);
+    ab_grouped_matmul_dw_args args{};
+    args.size = sizeof(args);
+    args.accumulate = dtype == AB_FLOAT32 ? 1 : 0;
+    args.x = x.view();
+    args.d_y = d_y.view();
+    args.group_sizes = sizes.view();
+    for (FloatTensor* d_w : {&want, &got}) d_w->fill_uniform(3);
+    args.d_w = want.view();
+    EXPECT_OK(call(ab_grouped_matmul_dw, ab_grouped_matmul_dw_workspace, args));
+    args.d_w = got.view();
+    using A = ab_grouped_matmul_dw_args;
+    run_on_copies(ab_cuda_grouped_matmul_dw_workspace, ab_cuda_grouped_matmul_dw, args, &A::x, &A::d_y, &A::group_sizes,
+                  &A::d_w);
+    FfnCase c;
+    c.dtype = dtype;
+    compare_elements("d_w", c, got, want, 0, want.size());
+    if (HasFatalFailure()) return;
+  }
+}
+
+// The bounds that JAX passes on, without u, z and v, and with factors that are copied.
+TEST(LoraWorkspaces, AreWithinTheBounds) {
+  for (const bool aligned : {true, false}) {
+    for (const unsigned shared : {0u, 15u}) {
+      LoraCase l = small_case(AB_BFLOAT16, aligned);
+      l.shared = shared;
+      l.dtype = AB_FLOAT32;
+      l.c.layout = 2;  // gate and up alternate
+      l.c.R = 4000;
+      l.c.T = 2000;
+      const LoraNetwork network(l);
+      const FfnCase& c = l.c;
+      const auto bound = [&](int32_t backward) {
+        size_t in = 0;
+        size_t out = 0;
+        EXPECT_OK(ab_cuda_lora_workspace_bound(c.R, c.E(), c.D, c.P * c.F, l.r, backward, c.dtype, &in));
+        EXPECT_OK(ab_cuda_lora_workspace_bound(c.R, c.E(), c.F, c.D, l.q, backward, c.dtype, &out));
+        return in + out;
+      };
+      size_t bytes = 0;
+      size_t without = 0;
+      ab_expert_ffn_forward_args forward = network.forward_args();
+      forward.lora_u = forward.lora_z = nullptr;
+      EXPECT_OK(ab_cuda_expert_ffn_forward_workspace(&forward, nullptr, &bytes));
+      EXPECT_OK(ab_cuda_expert_ffn_forward_workspace_bound(c.R, c.F, c.dtype, &without));
+      EXPECT_GT(bytes, without);
+      EXPECT_LE(bytes, without + bound(0));
+      ab_expert_ffn_backward_args backward = network.backward_args();
+      backward.lora_u = backward.lora_v_in = backward.lora_v_out = nullptr;
+      EXPECT_OK(ab_cuda_expert_ffn_backward_workspace(&backward, nullptr, &bytes));
+      EXPECT_OK(ab_cuda_expert_ffn_backward_workspace_bound(
+          c.R, c.E(), c.D, c.P, c.F, c.dtype, c.dtype, AB_CUDA_NEED_WEIGHTED_A | AB_CUDA_NEED_D_WEIGHTS, &without));
+      EXPECT_GT(bytes, without);
+      EXPECT_LE(bytes, without + bound(1));
+    }
+  }
+}
+
+TEST(LoraWithFp8, IsRefused) {
+  LoraCase l{.c = {{2, 2}, 4, 128, 128, 2, 4, 2, AB_BFLOAT16}, .r = 8, .q = 8};
+  l.c.precision = AB_PRECISION_FP8;
+  const LoraNetwork network(l);
+  const ab_expert_ffn_forward_args forward = network.forward_args();
+  const ab_expert_ffn_backward_args backward = network.backward_args();
+  size_t bytes = 0;
+  for (const ab_status& status :
+       {ab_cuda_expert_ffn_forward_workspace(&forward, nullptr, &bytes),
+        ab_cuda_expert_ffn_backward_workspace(&backward, nullptr, &bytes),
+        ab_cuda_expert_ffn_forward(&forward, nullptr), ab_cuda_expert_ffn_backward(&backward, nullptr)}) {
+    EXPECT_REFUSED(status, AB_UNSUPPORTED,
+                   "precision: got AB_PRECISION_FP8, expected another precision with an adapter");
+  }
+}
+
+}  // namespace
+}  // namespace anabranch::testing

@@ -60,7 +60,7 @@ class _Needed:
 def _as_array(cotangent: Any) -> Any:
     """A cotangent of a rule with symbolic zeros as an array; that of an integer stays as it is."""
     is_zero = isinstance(cotangent, jax.custom_derivatives.SymbolicZero) and cotangent.dtype != jax.dtypes.float0
-    return jnp.zeros(cotangent.shape, cotangent.dtype) if is_zero else cotangent
+    return ad.instantiate_zeros(ad.Zero(cotangent.aval)) if is_zero else cotangent  # with its sharding
 
 
 class ReverseMode:

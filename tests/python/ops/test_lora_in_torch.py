@@ -33,9 +33,9 @@ def operands(tokens=T):
         normal(E, 2, F, D, seed=3, scale=0.3),
         normal(E, D, F, seed=4, scale=0.3),
         normal(RANK * E, D, seed=5, scale=0.3),
-        normal(2 * F, RANK * E, seed=6),
+        normal(2 * F, RANK * E, seed=6, scale=0.3),
         normal(RANK * E, F, seed=7, scale=0.3),
-        normal(D, RANK * E, seed=8),
+        normal(D, RANK * E, seed=8, scale=0.3),
     ]
 
 

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.utils.prune
 
 import anabranch.torch as ab
 from anabranch.lora import NAMES
@@ -210,3 +211,13 @@ def test_joined_factors_are_those_of_gate_and_up():
     product = torch.einsum("edr,erpf->edpf", a, b)
     assert a.shape == (E, D, 5) and b.shape == (E, 5, 2, F)
     assert_close(product, torch.stack([gate[0] @ gate[1], up[0] @ up[1]], 2))
+
+
+def test_shared_factors_are_no_experts_parameters():
+    """Every rank of a group has the same; so have parametrizations and pruning masks of them."""
+    layer = ab.MoE(D, F, E, K, lora_rank=2, lora_shared=("a_in", "b_out"))
+    torch.nn.utils.parametrizations.weight_norm(layer, "lora_a_in")
+    torch.nn.utils.parametrizations.weight_norm(layer, "lora_a_out")
+    torch.nn.utils.prune.random_unstructured(layer, "lora_b_out", 0.5)
+    of_a_out = {f"parametrizations.lora_a_out.original{i}" for i in range(2)}
+    assert layer._expert_tensors().keys() == {"gate_up_proj", "down_proj", "lora_b_in"} | of_a_out

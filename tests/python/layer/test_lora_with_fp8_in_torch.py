@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
+from anabranch import torch
 from anabranch.lora import NAMES
 from anabranch.reference import moe as reference
-from frameworks import only_torch
+from anabranch.reference.grouped_matmul import grouped_matmul, grouped_matmul_backward
+from frameworks import only_torch, vjp
 from lora_cases import lora_factors, oracle_options, with_factors
 from oracle import assert_close, assert_close_per_expert
 from routed_cases import routed_operands, run_routed
@@ -38,3 +40,26 @@ def test_fp8(sent, group_of_one):
         assert_close(gradient, want[name], 1e-3, name)
     for name in NAMES:
         assert_close_per_expert(gradients[name], want[name], 4e-3, name)
+
+
+@only_torch
+@pytest.mark.parametrize("transpose_w", [False, True])
+def test_fp8_of_grouped_matmul(transpose_w):
+    rng, sizes = np.random.default_rng(0), np.array([5, 0, 11], np.int32)
+    x, w, a, b, d_y = (
+        rng.standard_normal(shape).astype(np.float32)
+        for shape in ((18, D), (3, D, 256), (3, D, 4), (1, 4, 256), (18, 256))
+    )
+
+    def function(x, w, a, b, group_sizes):
+        options = dict(transpose_w=transpose_w, precision="fp8", lora=(a, b), lora_scale=0.5)
+        return torch.grouped_matmul(x, w, group_sizes, **options)
+
+    stored = w.swapaxes(1, 2) if transpose_w else w
+    y, pull = vjp(None, function, {"x": x, "w": stored, "a": a, "b": b, "group_sizes": sizes})
+    options = dict(fp8_scales="float32", lora=(a, b), lora_scale=0.5)
+    assert_close(y, grouped_matmul(x, w, sizes, **options), 1e-5, "y")
+    d_x, d_w, (d_a, d_b) = grouped_matmul_backward(d_y, x, w, sizes, **options)
+    want = {"x": d_x, "w": d_w.swapaxes(1, 2) if transpose_w else d_w, "a": d_a, "b": d_b}
+    for name, gradient in pull(d_y).items():
+        assert_close(gradient, want[name], 1e-5, name)

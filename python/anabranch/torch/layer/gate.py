@@ -15,7 +15,7 @@ from anabranch.torch.binding.autocast import without_autocast
 from anabranch.torch.binding.autograd import Function, needs_gradient
 from anabranch.torch.binding.define import _ops
 from anabranch.torch.binding.derivatives import reject_derivative
-from anabranch.torch.ops import experts_ops
+from anabranch.torch.ops import grouped_matmul_ops
 
 
 def _mm_float32(a: Tensor, b: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def _rows_on_cpu(rows: Tensor, matrix: Tensor) -> Tensor:
     transpose = not matrix.is_contiguous()
     sizes = rows.new_full((1,), rows.shape[0], dtype=torch.int32)
     w = (matrix.T if transpose else matrix)[None]
-    product: Tensor = experts_ops.grouped_matmul(rows, w, sizes, transpose, HIGHEST, 0)
+    product: Tensor = grouped_matmul_ops.grouped_matmul(rows, w, sizes, transpose, HIGHEST, 0)
     return product
 
 
@@ -62,7 +62,7 @@ def _gradient_on_cpu(x: Tensor, d_logits: Tensor) -> Tensor:
     if 1 in (x.shape[1], d_logits.shape[1]):
         return x.T @ d_logits
     sizes = x.new_full((1,), x.shape[0], dtype=torch.int32)
-    product: Tensor = experts_ops.grouped_matmul_dw(x, d_logits, sizes, torch.float32, HIGHEST, False)
+    product: Tensor = grouped_matmul_ops.grouped_matmul_dw(x, d_logits, sizes, torch.float32, HIGHEST, False)
     return product[0]
 
 

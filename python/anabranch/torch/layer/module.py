@@ -568,9 +568,15 @@ class MoE(OnRanks):
     def _expert_tensors(self) -> dict[str, Tensor]:
         """`expert_parameters` and the experts' buffers: pruning masks and state of parametrizations."""
         named = dict(self.named_parameters()) | dict(self.named_buffers())
-        for name in ("expert_bias", *(f"lora_{field}" for field in self.lora.shared)):  # every rank has the same
-            named.pop(name, None)
-        return {name: t for name, t in named.items() if "." not in name or name.startswith("parametrizations.")}
+        # Every rank has the same expert bias and shared factors.
+        replicated = {"expert_bias", *(f"lora_{field}" for field in self.lora.shared)}
+        found = {}
+        for name, tensor in named.items():
+            own = name.removeprefix("parametrizations.")
+            computed = own.split(".")[0].removesuffix("_orig").removesuffix("_mask")
+            if (own != name or "." not in name) and computed not in replicated:
+                found[name] = tensor
+        return found
 
     def _groups(self) -> list[Any]:
         return [group for group in (self.group, self.loss_group) if group is not None]

@@ -1,4 +1,4 @@
-"""The experts' operations: grouped GEMM, and the feed-forward network on rows and on tokens."""
+"""The operations of the experts' feed-forward network, on rows and on tokens."""
 
 import functools
 from typing import Any, NamedTuple
@@ -9,11 +9,12 @@ from torch import Tensor
 from anabranch.layouts import Layouts
 from anabranch.lora import NAMES
 from anabranch.options import Network, schema_of
-from anabranch.precision import BLOCK, FP8, HIGHEST
+from anabranch.precision import BLOCK, FP8
 from anabranch.torch.binding import calls
 from anabranch.torch.binding.define import define
 from anabranch.torch.ops.factors import FACTORS, NO_FACTORS, Factors
 from anabranch.torch.ops.gradients import FROM_DH, OPERANDS, allocate, gradient_fields, requested_names
+from anabranch.torch.ops.quantize_ops import empty_e4m3, empty_scales, quantized_operand
 
 _LAYOUT_FIELDS = ("w_in", "d_w_in", "w_out", "d_w_out", "h", "dh", "b_in", "d_b_in")
 
@@ -42,193 +43,6 @@ def _hidden(w_in_layout: str, R: int, P: int, F: int) -> tuple[int, int, int]:
     """The shape of h."""
     axes = _axes(w_in_layout)
     return (R, P, F) if axes[2] < axes[3] else (R, F, P)
-
-
-def _e4m3(like: Tensor, *shape: int) -> Tensor:
-    return like.new_empty(shape, dtype=torch.float8_e4m3fn)
-
-
-def _scales(like: Tensor, *shape: int) -> Tensor:
-    return like.new_empty(shape, dtype=torch.float32)
-
-
-def quantize_calls(results, w, axes, fp8_scales):
-    """The C call that quantises a matrix."""
-    q, q_transposed, scales = results
-    order = None if list(axes) == sorted(axes) else {"w": axes}
-    tensors = {"w": w, "q": q, "q_transposed": q_transposed, "scales": scales}
-    return calls.quantize_weights(tensors, order, fp8_scales=fp8_scales)
-
-
-def allocate_quantize(w, axes, plain, transposed):
-    """Empty results of `quantize_experts` for one matrix."""
-    E, D, *parts, N = (w.shape[axis] for axis in axes)
-    return (
-        _e4m3(w, E, D, *parts, N) if plain else None,
-        _e4m3(w, E, *parts, N, D) if transposed else None,
-        _scales(w, E, D // BLOCK, *parts, N // BLOCK),
-    )
-
-
-def _quantized(w, axes, fp8_scales, *, transposed):
-    """(q in one orientation, its scales, the C call that fills both)."""
-    results = allocate_quantize(w, axes, not transposed, transposed)
-    return results[int(transposed)], results[2], quantize_calls(results, w, axes, fp8_scales)
-
-
-def _quantized_operand(name, w, q, scales, network, *, transposed):
-    """Fields of a C call for a quantised "w_in" or "w_out", and the calls that fill them; both empty without FP8."""
-    if network.precision != FP8:
-        return {}, []
-    calls_before = []
-    if q is None:
-        axes = Layouts(network.w_in_layout, network.w_out_layout).order(name)
-        q, scales, quantize = _quantized(w, axes, network.fp8_scales, transposed=transposed)
-        calls_before.append(quantize)
-    return {f"{name}_q": q, f"{name}_scales": scales}, calls_before
-
-
-def _allocate_quantize_rows(x, fp8_scales):
-    R, D = x.shape
-    return _e4m3(x, R, D), _scales(x, R, D // BLOCK)
-
-
-def _quantize_rows(results, x, fp8_scales):
-    q, scales = results
-    return calls.quantize_rows({"x": x, "q": q, "scales": scales}, fp8_scales=fp8_scales)
-
-
-#: Quantised rows [R, D] and the scales of their blocks [R, D/128].
-quantize_rows = define(
-    "quantize_rows(Tensor x, int fp8_scales) -> (Tensor q, Tensor scales)", _allocate_quantize_rows, _quantize_rows
-)
-
-
-def _allocate_quantize_experts(w_in, w_out, w_in_layout, w_out_layout, gradients, fp8_scales):
-    layouts, results = Layouts(w_in_layout, w_out_layout), []
-    for name, w in (("w_in", w_in), ("w_out", w_out)):
-        q, q_transposed, scales = allocate_quantize(w, layouts.order(name), gradients, True)
-        results += [w.new_empty((0,)) if q is None else q, q_transposed, scales]
-    return tuple(results)
-
-
-def _quantize_experts(results, w_in, w_out, w_in_layout, w_out_layout, gradients, fp8_scales):
-    layouts = Layouts(w_in_layout, w_out_layout)
-    results_in, results_out = ((q if gradients else None, *others) for q, *others in (results[:3], results[3:]))
-    return (
-        quantize_calls(results_in, w_in, layouts.order("w_in"), fp8_scales),
-        quantize_calls(results_out, w_out, layouts.order("w_out"), fp8_scales),
-    )
-
-
-#: Both weights quantised, in their own orientation ([0] without gradients) and transposed, each with its scales.
-quantize_experts = define(
-    "quantize_experts(Tensor w_in, Tensor w_out, str w_in_layout, str w_out_layout, bool gradients, int fp8_scales) "
-    "-> (Tensor w_in_q, Tensor w_in_transposed, Tensor w_in_scales, Tensor w_out_q, Tensor w_out_transposed, "
-    "Tensor w_out_scales)",
-    _allocate_quantize_experts,
-    _quantize_experts,
-)
-
-
-_LORA_FIELDS = ("lora_a", "lora_b")
-
-
-def _grouped_matmul_calls(results, x, w, group_sizes, factors, transpose_w, precision, fp8_scales, lora_scale):
-    y, u = results
-    options = dict(transpose_w=transpose_w, precision=precision, fp8_scales=fp8_scales)
-    lora = {**factors.tensors(), "lora_u": u, "group_sizes": group_sizes, "y": y}
-    orders = factors.orders()
-    if precision != FP8:
-        return calls.grouped_matmul({"x": x, "w": w, **lora}, orders, **options, lora_scale=lora_scale)
-    R, D = x.shape
-    q, scales = _e4m3(x, R, D), _scales(x, R, D // BLOCK)
-    prepared = [calls.quantize_rows({"x": x, "q": q, "scales": scales}, fp8_scales=fp8_scales)]
-    w_q, w_scales, weights = _quantized(w, (0, 1, 2), fp8_scales, transposed=not transpose_w)
-    prepared.append(weights)
-    if u is not None:  # quantised rows take u, which another call computes from the rows
-        prepared.append(_low_rank_call(u, x, group_sizes, factors, lora_scale))
-        del lora["lora_a"], orders["lora_a"]
-    operands = {"x": q, "x_scales": scales, "w_q": w_q, "w_scales": w_scales}
-    return *prepared, calls.grouped_matmul({**operands, **lora}, orders, **options)
-
-
-def _low_rank_call(u, x, group_sizes, factors, lora_scale, precision=HIGHEST):
-    """The C call that computes u = s x A alone: a GEMM with matrices without columns."""
-    a, b = factors["lora_a"], factors["lora_b"]
-    E, D, r = group_sizes.shape[0], x.shape[1], a.shape[2]
-    tensors = {
-        "x": x,
-        "w": x.new_empty((E, D, 0)),
-        "group_sizes": group_sizes,
-        "y": x.new_empty((x.shape[0], 0)),
-        "lora_a": a.tensor,
-        "lora_b": b.tensor.new_empty((1, r, 0)),
-        "lora_u": u,
-    }
-    return calls.grouped_matmul(tensors, {"lora_a": a.order}, lora_scale=lora_scale, precision=precision)
-
-
-def _allocate_grouped_matmul(x, w, group_sizes, transpose_w, precision, fp8_scales):
-    return x.new_empty((x.shape[0], w.shape[1 if transpose_w else 2]))
-
-
-def _grouped_matmul(y, x, w, group_sizes, *options):
-    return _grouped_matmul_calls((y, None), x, w, group_sizes, Factors((None, None, 0), _LORA_FIELDS), *options, 0.0)
-
-
-grouped_matmul = define(
-    "grouped_matmul(Tensor x, Tensor w, Tensor group_sizes, bool transpose_w, int precision, int fp8_scales) -> Tensor",
-    _allocate_grouped_matmul,
-    _grouped_matmul,
-)
-
-
-def _allocate_grouped_matmul_lora(
-    x, w, group_sizes, lora_a, lora_b, lora_orders, transpose_w, precision, fp8_scales, lora_scale, needs_y
-):
-    factors = Factors((lora_a, lora_b, lora_orders), _LORA_FIELDS)
-    y = _allocate_grouped_matmul(x, w, group_sizes, transpose_w, precision, fp8_scales)
-    return y if needs_y else x.new_empty((0,)), x.new_empty((x.shape[0], factors.rank("lora_a")))
-
-
-def _grouped_matmul_lora(
-    results, x, w, group_sizes, lora_a, lora_b, lora_orders, transpose_w, precision, fp8_scales, lora_scale, needs_y
-):
-    factors = Factors((lora_a, lora_b, lora_orders), _LORA_FIELDS)
-    if not needs_y:
-        return _low_rank_call(
-            results[1], x, group_sizes, factors, lora_scale, HIGHEST if precision == FP8 else precision
-        )
-    return _grouped_matmul_calls(results, x, w, group_sizes, factors, transpose_w, precision, fp8_scales, lora_scale)
-
-
-#: y = x w + u B, and u = s x A; without needs_y u alone.
-grouped_matmul_lora = define(
-    "grouped_matmul_lora(Tensor x, Tensor w, Tensor group_sizes, Tensor lora_a, Tensor lora_b, int lora_orders, "
-    "bool transpose_w, int precision, int fp8_scales, float lora_scale, bool needs_y) -> (Tensor y, Tensor u)",
-    _allocate_grouped_matmul_lora,
-    _grouped_matmul_lora,
-)
-
-
-def _grouped_matmul_dw(d_w, x, d_y, group_sizes, dtype, precision, shared):
-    tensors = {"x": x, "d_y": d_y, "group_sizes": group_sizes, "d_w": d_w}
-    return calls.grouped_matmul_dw(tensors, accumulate=0, precision=precision)
-
-
-def _allocate_grouped_matmul_dw(x, d_y, group_sizes, dtype, precision, shared):
-    E = 1 if shared else group_sizes.shape[0]
-    return x.new_empty((E, x.shape[1], d_y.shape[1]), dtype=dtype)
-
-
-#: The gradient of the matrices [E, D, N], or of one that all experts share [1, D, N].
-grouped_matmul_dw = define(
-    "grouped_matmul_dw(Tensor x, Tensor d_y, Tensor group_sizes, ScalarType dtype, int precision, bool shared) "
-    "-> Tensor",
-    _allocate_grouped_matmul_dw,
-    _grouped_matmul_dw,
-)
 
 
 #: Quantised experts in the orientation of the pass; None: with FP8 the operation quantises them.
@@ -292,8 +106,8 @@ def _ffn(
 ):  # fmt: skip
     o = _options(options)
     y, h, u = results
-    operands_in, quantize_in = _quantized_operand("w_in", w_in, w_in_q, w_in_scales, o.network, transposed=True)
-    operands_out, quantize_out = _quantized_operand("w_out", w_out, w_out_q, w_out_scales, o.network, transposed=True)
+    operands_in, quantize_in = quantized_operand("w_in", w_in, w_in_q, w_in_scales, o.network, transposed=True)
+    operands_out, quantize_out = quantized_operand("w_out", w_out, w_out_q, w_out_scales, o.network, transposed=True)
     network = calls.expert_ffn_forward(
         {
             "x": x,
@@ -350,8 +164,8 @@ def _ffn_backward(
 ):  # fmt: skip
     o, names = _options(options), requested_names(requested)
     dx_rows, *others = results
-    operands_in, quantize_in = _quantized_operand("w_in", w_in, w_in_q, w_in_scales, o.network, transposed=False)
-    operands_out, quantize_out = _quantized_operand("w_out", w_out, w_out_q, w_out_scales, o.network, transposed=False)
+    operands_in, quantize_in = quantized_operand("w_in", w_in, w_in_q, w_in_scales, o.network, transposed=False)
+    operands_out, quantize_out = quantized_operand("w_out", w_out, w_out_q, w_out_scales, o.network, transposed=False)
     network = calls.expert_ffn_backward(
         {
             "x": x,
@@ -410,10 +224,10 @@ def experts_calls(
     factors, o = given
     out, h, u = results
     R, F = slot_of_row.shape[0], sizes_of_w_in(w_in, o.w_in_layout)[3]
-    operands_in, quantize_in = _quantized_operand("w_in", w_in, w_in_q, w_in_scales, o, transposed=True)
-    operands_out, quantize_out = _quantized_operand("w_out", w_out, w_out_q, w_out_scales, o, transposed=True)
+    operands_in, quantize_in = quantized_operand("w_in", w_in, w_in_q, w_in_scales, o, transposed=True)
+    operands_out, quantize_out = quantized_operand("w_out", w_out, w_out_q, w_out_scales, o, transposed=True)
     fp8 = o.precision == FP8
-    a, a_scales = (_e4m3(x, R, F), _scales(x, R, F // BLOCK)) if fp8 else (x.new_empty((R, F)), None)
+    a, a_scales = (empty_e4m3(x, R, F), empty_scales(x, R, F // BLOCK)) if fp8 else (x.new_empty((R, F)), None)
     z = given.low_rank(x, R, "lora_a_out")
     up = calls.expert_ffn_forward(
         {
@@ -493,8 +307,8 @@ def allocate_experts_hidden(
         allocate(w_out, "w_out" in names, w_out.shape, w_out_dtype),
         allocate(x, "b_out" in names, () if b_out is None else b_out.shape),
         allocate(x, "weights" in names, weights.shape, torch.float32),
-        _e4m3(x, R, P, F) if quantizes else x.new_empty((0,)),
-        _scales(x, R, P, F // BLOCK) if quantizes else x.new_empty((0,)),
+        empty_e4m3(x, R, P, F) if quantizes else x.new_empty((0,)),
+        empty_scales(x, R, P, F // BLOCK) if quantizes else x.new_empty((0,)),
         _result(o.low_rank(x, R, "lora_a_in") if _needs_v_in(names, o.factors) else None, x),
         *o.gradients(names, x, "lora_a_out", "lora_b_out"),
     )
@@ -509,7 +323,7 @@ def experts_hidden_calls(
     factors, o = given
     dh, d_w_out, d_b_out, d_weights, dh_q, dh_scales, v_in, d_a_out, d_b_factor = results
     quantizes = o.precision == FP8 and "x" in names
-    operands_out, quantize_out = _quantized_operand("w_out", w_out, w_out_q, w_out_scales, o, transposed=False)
+    operands_out, quantize_out = quantized_operand("w_out", w_out, w_out_q, w_out_scales, o, transposed=False)
     of_operands = zip(
         ("w_out", "b_out", "weights", "lora_a_out", "lora_b_out"),
         (d_w_out, d_b_out, d_weights, d_a_out, d_b_factor),
@@ -583,7 +397,7 @@ def _d_x_calls(
     R, fp8, prepared = dh.shape[0], o.precision == FP8, []
     transposed = o.w_in_layout.startswith("d") or fp8
     if fp8:
-        operands_in, quantize_in = _quantized_operand("w_in", w_in, *quantized, o, transposed=False)
+        operands_in, quantize_in = quantized_operand("w_in", w_in, *quantized, o, transposed=False)
         prepared += quantize_in
         operands = {
             "x": dh_q.view(R, P * F),

@@ -15,13 +15,10 @@ from anabranch.torch.ops.experts_ops import (
     experts_inputs,
     ffn,
     ffn_backward,
-    grouped_matmul,
-    grouped_matmul_dw,
-    grouped_matmul_lora,
-    quantize_experts,
-    quantize_rows,
 )
+from anabranch.torch.ops.grouped_matmul_ops import grouped_matmul, grouped_matmul_dw, grouped_matmul_lora
 from anabranch.torch.ops.layer_ops import layer, layer_hidden
+from anabranch.torch.ops.quantize_ops import quantize_experts, quantize_rows
 from anabranch.torch.ops.router_ops import (
     aux_scores,
     aux_scores_backward,

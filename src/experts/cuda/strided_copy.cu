@@ -21,8 +21,8 @@ struct Copy {
   int64_t pieces = 0;  // of all matrices
   int32_t pieces_of_matrix = 0;
   int32_t matrix = 0;  // elements
-  Divisor by_plane;    // the last two axes
-  Divisor by_row;      // the last axis
+  Divisor by_plane{};  // the last two axes
+  Divisor by_row{};    // the last axis
   int32_t plane = 0;
   int32_t row = 0;
 };

@@ -16,6 +16,7 @@ from meshes import P, assert_trees_close, mesh_of, put
 from anabranch.jax import Parallel
 from anabranch.jax.linen import MoEBlock
 from anabranch.jax.nnx import MoE
+from anabranch.lora import NAMES as LORA_NAMES
 
 D, F, E, K = 16, 24, 8, 2
 X = np.random.default_rng(0).standard_normal((16, 4, D)).astype(np.float32)
@@ -63,7 +64,7 @@ def check_trained(mesh, layer, losses):
     np.testing.assert_allclose(losses, want_losses, rtol=1e-5)
     assert_trees_close(nnx.to_pure_dict(nnx.state(layer)), want, rtol=1e-4, atol=1e-4)
     for name, spec in PARALLEL.specs().items():
-        if name not in ("x", "expert_bias", "qb_bin_bounds"):
+        if name not in ("x", "expert_bias", "qb_bin_bounds", *LORA_NAMES):
             array = getattr(layer, name)[...]
             assert array.sharding.is_equivalent_to(NamedSharding(mesh, spec), array.ndim), name
 

@@ -112,6 +112,28 @@ def check_lora(
     return None if a_in is None and a_out is None else checked
 
 
+def check_join(
+    check: Callable[[str, Any, Sequence[Any], Sequence[Any]], Any], dtypes: Sequence[Any], gate: Any, up: Any
+) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
+    """Checks the arguments of `join_lora` and returns them. check: see `check_pair`; dtypes: those of factors."""
+    for name, pair in (("gate", gate), ("up", up)):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise TypeError(f"{name}: got {checks.describe(pair)}, expected a pair of factors (A, B)")
+    gate_a = check("gate[0]", gate[0], dtypes, ("E or 1", "D", "r"))
+    D = ("D", gate_a.shape[1])
+    dtype = [dtype for dtype in dtypes if dtype in (gate_a.dtype, str(gate_a.dtype))]
+    gate_b = check("gate[1]", gate[1], dtype, ("E or 1", ("r", gate_a.shape[2]), "F"))
+    up_a = check("up[0]", up[0], dtype, ("E or 1", D, "q"))
+    up_b = check("up[1]", up[1], dtype, ("E or 1", ("q", up_a.shape[2]), ("F", gate_b.shape[2])))
+    for name, factor, other in (("up[0]", up_a, gate_a), ("up[1]", up_b, gate_b)):
+        sizes = {factor.shape[0], other.shape[0]} - {1}
+        if len(sizes) > 1:
+            raise ValueError(
+                f"{name}: got {checks.describe(factor)} beside {other.shape[0]} experts, expected {other.shape[0]} or 1"
+            )
+    return (gate_a, gate_b), (up_a, up_b)
+
+
 def check_names_of(argument: str, value: Any, names: Sequence[str]) -> tuple[str, ...]:
     """Checks an argument that is a sequence of distinct names."""
     if isinstance(value, str) or not isinstance(value, Sequence):

@@ -1,4 +1,4 @@
-"""The end of a process of a Gloo group."""
+"""Ends processes of Gloo groups."""
 
 import os
 import sys

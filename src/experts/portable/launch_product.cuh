@@ -56,7 +56,7 @@ using RowsProductOf =
     Product<TileOf<Element, kPrecision, kTile>, Element, kPrecision, RowOperand, WeightOperand<kMajorB>, RowTiles,
             RowTileScheduler<TileOf<Element, kPrecision, kTile>::kRows, 1>, Epilogue>;
 
-// The same GEMM, with an adapter if kHasAdapter.
+// The GEMM P, with an adapter if kHasAdapter.
 template <bool kHasAdapter, class P>
 using MaybeAdapted = std::conditional_t<kHasAdapter, AdaptedProduct<P>, P>;
 

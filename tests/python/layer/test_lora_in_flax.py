@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from flax import nnx
 
 from anabranch.jax import Lora, expert_ffn, init_lora, join_lora, merge_lora, moe
@@ -91,6 +92,18 @@ def test_linen():
     assert_trees_equal(output(lora), direct(lora))
     got, want = (jax.grad(lambda lora, f=f: jnp.sum(jnp.sin(f(lora))))(lora) for f in (output, direct))
     assert_trees_equal(got, want)
+
+
+def test_linen_names_the_axes_of_the_factors():
+    block = MoEBlock(num_experts=E, num_experts_per_tok=K, intermediate_size=F, lora_rank=R, lora_shared=("a_in",))
+    variables = block.init(jax.random.key(0), X)
+    assert {name: box.names for name, box in variables["lora"].items()} == {
+        "a_in": (None, "embed", None),
+        "b_in": ("exp", None, None, "mlp"),
+        "a_out": ("exp", "mlp", None),
+        "b_out": ("exp", None, "embed"),
+    }
+    assert_trees_equal(block.apply(variables, X)[0], block.apply(nn.meta.unbox(variables), X)[0])
 
 
 def test_options_of_modules():

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from anabranch.jax.binding import check
 from anabranch.layouts import Layouts
-from anabranch.lora import PROJECTIONS, Lora, check_lora, check_names_of, check_scales, factor_shapes
+from anabranch.lora import PROJECTIONS, Lora, check_join, check_lora, check_names_of, check_scales, factor_shapes
 from anabranch.options import check_layouts
 
 
@@ -50,7 +50,7 @@ def init_lora(
     Raises:
       TypeError, ValueError: an argument is wrong; the message names it.
 
-    Gradient: none is defined for the weights.
+    Gradient: none is defined for the weights. Source: PEFT's default initialisation.
 
     >>> lora = init_lora(jax.random.key(0), jnp.ones((4, 8, 2, 16)), jnp.ones((4, 16, 8)), 3, shared=("a_in",))
     >>> [factor.shape for factor in lora]
@@ -151,23 +151,13 @@ def join_lora(gate: tuple[jax.Array, jax.Array], up: tuple[jax.Array, jax.Array]
     >>> a.shape, b[0, :, 0, 0].tolist(), b[0, :, 1, 0].tolist()
     ((1, 4, 3), [1.0, 1.0, 0.0], [0.0, 0.0, 1.0])
     """
-    for name, pair in (("gate", gate), ("up", up)):
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise TypeError(f"{name}: got {check.describe(pair)}, expected a pair of factors (A, B)")
-    gate_a = check.array("gate[0]", gate[0], check.FLOATS, ("E or 1", "D", "r"))
-    D, dtype = ("D", gate_a.shape[1]), (str(gate_a.dtype),)
-    gate_b = check.array("gate[1]", gate[1], dtype, ("E or 1", ("r", gate_a.shape[2]), "F"))
-    up_a = check.array("up[0]", up[0], dtype, ("E or 1", D, "q"))
-    up_b = check.array("up[1]", up[1], dtype, ("E or 1", ("q", up_a.shape[2]), ("F", gate_b.shape[2])))
+    (gate_a, gate_b), (up_a, up_b) = check_join(check.array, check.FLOATS, gate, up)
 
-    def alike(name: str, *factors: jax.Array) -> list[jax.Array]:
-        E = max(len(factor) for factor in factors)
-        for factor in factors:
-            if len(factor) not in (1, E):
-                raise ValueError(f"{name}: got {check.describe(factor)} beside {E} experts, expected {E} or 1 of them")
-        return [jnp.broadcast_to(factor, (E, *factor.shape[1:])) for factor in factors]
+    def alike(*factors: jax.Array) -> list[jax.Array]:
+        experts = jnp.broadcast_shapes(*(factor.shape[:1] for factor in factors))
+        return [jnp.broadcast_to(factor, (*experts, *factor.shape[1:])) for factor in factors]
 
-    gate_b, up_b = alike("up[1]", gate_b, up_b)
+    gate_b, up_b = alike(gate_b, up_b)
     no_gate, no_up = jnp.zeros_like(up_b), jnp.zeros_like(gate_b)
     b_in = jnp.concatenate([jnp.stack([gate_b, no_up], axis=2), jnp.stack([no_gate, up_b], axis=2)], axis=1)
-    return jnp.concatenate(alike("up[0]", gate_a, up_a), axis=2), b_in
+    return jnp.concatenate(alike(gate_a, up_a), axis=2), b_in

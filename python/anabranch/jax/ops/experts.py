@@ -234,6 +234,7 @@ class GroupedGemm:
     dtype: Any = None
     """Dtype of the result; None: that of x."""
     lora_scale: float = 0.0
+    """s of the adapter; 0 without one."""
 
 
 class GroupedOperands(NamedTuple):

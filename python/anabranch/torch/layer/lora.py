@@ -7,7 +7,16 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.layouts import Layouts
-from anabranch.lora import PROJECTIONS, Lora, NewLora, check_lora, check_names_of, check_scales, factor_shapes
+from anabranch.lora import (
+    PROJECTIONS,
+    Lora,
+    NewLora,
+    check_join,
+    check_lora,
+    check_names_of,
+    check_scales,
+    factor_shapes,
+)
 from anabranch.options import check_layouts
 from anabranch.torch.binding import check
 from anabranch.torch.layer.module import MoE
@@ -54,6 +63,8 @@ def init_lora(
 
     Raises:
       TypeError, ValueError: an argument is wrong; the message names it.
+
+    Gradient: none is defined for the weights. Source: PEFT's default initialisation.
 
     >>> lora = init_lora(torch.ones(4, 8, 2, 16), torch.ones(4, 16, 8), 3, shared=("a_in",))
     >>> [tuple(factor.shape) for factor in lora]
@@ -146,27 +157,17 @@ def join_lora(gate: tuple[Tensor, Tensor], up: tuple[Tensor, Tensor]) -> tuple[T
     >>> tuple(a.shape), b[0, :, 0, 0].tolist(), b[0, :, 1, 0].tolist()
     ((1, 4, 3), [1.0, 1.0, 0.0], [0.0, 0.0, 1.0])
     """
-    for name, pair in (("gate", gate), ("up", up)):
-        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise TypeError(f"{name}: got {check.describe(pair)}, expected a pair of factors (A, B)")
-    gate_a = check.tensor("gate[0]", gate[0], check.FLOATS, ("E or 1", "D", "r"))
-    D, dtype = ("D", gate_a.shape[1]), (gate_a.dtype,)
-    gate_b = check.tensor("gate[1]", gate[1], dtype, ("E or 1", ("r", gate_a.shape[2]), "F"))
-    up_a = check.tensor("up[0]", up[0], dtype, ("E or 1", D, "q"))
-    up_b = check.tensor("up[1]", up[1], dtype, ("E or 1", ("q", up_a.shape[2]), ("F", gate_b.shape[2])))
+    (gate_a, gate_b), (up_a, up_b) = check_join(check.tensor, check.FLOATS, gate, up)
     check.same_device("gate[0]", gate_a, **{"gate[1]": gate_b, "up[0]": up_a, "up[1]": up_b})
 
-    def alike(name: str, *factors: Tensor) -> list[Tensor]:
-        E = max(len(factor) for factor in factors)
-        for factor in factors:
-            if len(factor) not in (1, E):
-                raise ValueError(f"{name}: got {check.describe(factor)} beside {E} experts, expected {E} or 1 of them")
-        return [factor.expand(E, -1, -1) for factor in factors]
+    def alike(*factors: Tensor) -> list[Tensor]:
+        experts = torch.broadcast_shapes(*(factor.shape[:1] for factor in factors))
+        return [factor.expand(*experts, -1, -1) for factor in factors]
 
-    gate_b, up_b = alike("up[1]", gate_b, up_b)
+    gate_b, up_b = alike(gate_b, up_b)
     no_gate, no_up = torch.zeros_like(up_b), torch.zeros_like(gate_b)
     b_in = torch.cat([torch.stack([gate_b, no_up], 2), torch.stack([no_gate, up_b], 2)], 1)
-    return torch.cat(alike("up[0]", gate_a, up_a), 2), b_in
+    return torch.cat(alike(gate_a, up_a), 2), b_in
 
 
 def add_lora(module: Module, rank: int, alpha: float | None = None, *, shared: Sequence[str] = ()) -> Module:

@@ -2,11 +2,14 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax.sharding import AxisType
-from meshes import P, around, kept_and_dropped, mesh_of, placed, put
+from flax import nnx
+from jax.sharding import AxisType, NamedSharding
+from meshes import P, around, assert_trees_close, kept_and_dropped, mesh_of, placed, put
 
 from anabranch.jax import Parallel, moe
+from anabranch.jax.nnx import MoE
 from anabranch.lora import NAMES
 from lora_cases import as_lora, with_lora
 from moe_cases import check_layer, operands
@@ -92,6 +95,23 @@ def test_gradients_of_frozen_weights_are_not_computed(on):
     assert calls
     requested = {name for line in calls for name in line.split('results = "')[1].split('"')[0].split(",")}
     assert {f"d_{name}" for name in NAMES} <= requested and not {"d_w_in", "d_w_out"} & requested
+
+
+def test_nnx_creates_factors_in_shards():
+    mesh = mesh_of(data=2, expert=2, tensor=2)
+    parallel, shared = Parallel(**EVERY_AXIS, mesh=mesh), ("a_in", "b_out")
+    options = dict(num_experts=4, topk=2, lora_rank=2, lora_alpha=3.0, lora_shared=shared)
+    layer, one = (MoE(16, 24, **options, **given, rngs=nnx.Rngs(0)) for given in ({"parallel": parallel}, {}))
+    x = np.random.default_rng(0).standard_normal((32, 16)).astype(np.float32)
+    for name in NAMES:
+        factor = getattr(layer, name)
+        spec = parallel.specs(shared=shared)[name]
+        assert factor[...].sharding.is_equivalent_to(NamedSharding(mesh, spec), factor[...].ndim), name
+        if name.startswith("lora_b"):
+            value = np.random.default_rng(1).standard_normal(factor.shape).astype(np.float32)
+            factor[...] = put(mesh, value, *spec)
+            getattr(one, name)[...] = jnp.asarray(value)
+    assert_trees_close(layer(x).output, one(x).output, rtol=1e-4, atol=1e-4)
 
 
 def test_specs_of_shared_factors():

@@ -214,13 +214,16 @@ struct Network {
   static void forward_on_gpu(const ForwardArgs& args) {
     using A = ForwardArgs;
     run_on_copies(ab_cuda_expert_ffn_forward_workspace, ab_cuda_expert_ffn_forward, args, &A::x, &A::slot_of_row,
-                  &A::group_sizes, &A::w_in, &A::b_in, &A::w_out, &A::b_out, &A::weights, &A::y, &A::h, &A::a);
+                  &A::group_sizes, &A::w_in, &A::b_in, &A::w_out, &A::b_out, &A::weights, &A::y, &A::h, &A::a,
+                  &A::lora_a_in, &A::lora_b_in, &A::lora_a_out, &A::lora_b_out, &A::lora_u, &A::lora_z);
   }
   static void backward_on_gpu(const BackwardArgs& args) {
     using A = BackwardArgs;
     run_on_copies(ab_cuda_expert_ffn_backward_workspace, ab_cuda_expert_ffn_backward, args, &A::x, &A::slot_of_row,
                   &A::group_sizes, &A::w_in, &A::w_out, &A::b_out, &A::weights, &A::h, &A::d_out, &A::dh, &A::dx_rows,
-                  &A::d_w_in, &A::d_b_in, &A::d_w_out, &A::d_b_out, &A::d_weights, &A::weighted_a);
+                  &A::d_w_in, &A::d_b_in, &A::d_w_out, &A::d_b_out, &A::d_weights, &A::weighted_a, &A::lora_a_in,
+                  &A::lora_b_in, &A::lora_a_out, &A::lora_b_out, &A::lora_u, &A::lora_v_in, &A::lora_v_out,
+                  &A::d_lora_a_in, &A::d_lora_b_in, &A::d_lora_a_out, &A::d_lora_b_out);
   }
 
   // Compares all results bit for bit.
@@ -336,16 +339,22 @@ inline void compare_rows(const char* name, const Network& net, const FloatTensor
 }
 
 // Compares d_weights. Each element is a sum of F + D terms of order 1, some of which cancel; without a row it is zero.
-inline void compare_slots(const Network& net, const FloatTensor& got, const FloatTensor& want) {
-  std::vector<bool> used(static_cast<size_t>(want.size()));
-  for (int64_t r = 0; r < net.c.R; ++r) {
-    if (net.slot_of(r) >= 0) used[static_cast<size_t>(net.slot_of(r))] = true;
-  }
+// tolerance(r): added for row r.
+template <class Tolerance>
+void compare_slots(const Network& net, const FloatTensor& got, const FloatTensor& want, const Tolerance& tolerance) {
+  std::vector<double> limits(static_cast<size_t>(want.size()));
   const double each = net.c.precision == AB_PRECISION_TF32 ? 2 * 0x1p-10 : 2e-6;
-  const double limit = each * std::sqrt(static_cast<double>(net.c.F + net.c.D));
-  for (int64_t i = 0; i < want.size(); ++i) {
-    ASSERT_NEAR(got.get(i), want.get(i), used[static_cast<size_t>(i)] ? limit : 0.0) << "d_weights at " << i;
+  for (int64_t r = 0; r < net.c.R; ++r) {
+    if (net.slot_of(r) < 0) continue;
+    limits[static_cast<size_t>(net.slot_of(r))] =
+        each * std::sqrt(static_cast<double>(net.c.F + net.c.D)) + tolerance(r);
   }
+  for (int64_t i = 0; i < want.size(); ++i) {
+    ASSERT_NEAR(got.get(i), want.get(i), limits[static_cast<size_t>(i)]) << "d_weights at " << i;
+  }
+}
+inline void compare_slots(const Network& net, const FloatTensor& got, const FloatTensor& want) {
+  compare_slots(net, got, want, [](int64_t) { return 0.0; });
 }
 
 inline void compare(const Network& got, const Network& want) {

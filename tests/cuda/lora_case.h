@@ -108,22 +108,8 @@ struct LoraNetwork {
     EXPECT_OK(call(ab_expert_ffn_backward, ab_expert_ffn_backward_workspace, backward_args()));
   }
   void on_gpu() const {
-    forward_on_gpu(forward_args());
-    backward_on_gpu(backward_args());
-  }
-  static void forward_on_gpu(const ab_expert_ffn_forward_args& args) {
-    using A = ab_expert_ffn_forward_args;
-    run_on_copies(ab_cuda_expert_ffn_forward_workspace, ab_cuda_expert_ffn_forward, args, &A::x, &A::slot_of_row,
-                  &A::group_sizes, &A::w_in, &A::b_in, &A::w_out, &A::b_out, &A::weights, &A::y, &A::h, &A::a,
-                  &A::lora_a_in, &A::lora_b_in, &A::lora_a_out, &A::lora_b_out, &A::lora_u, &A::lora_z);
-  }
-  static void backward_on_gpu(const ab_expert_ffn_backward_args& args) {
-    using A = ab_expert_ffn_backward_args;
-    run_on_copies(ab_cuda_expert_ffn_backward_workspace, ab_cuda_expert_ffn_backward, args, &A::x, &A::slot_of_row,
-                  &A::group_sizes, &A::w_in, &A::w_out, &A::b_out, &A::weights, &A::h, &A::d_out, &A::dh, &A::dx_rows,
-                  &A::d_w_in, &A::d_b_in, &A::d_w_out, &A::d_b_out, &A::d_weights, &A::weighted_a, &A::lora_a_in,
-                  &A::lora_b_in, &A::lora_a_out, &A::lora_b_out, &A::lora_u, &A::lora_v_in, &A::lora_v_out,
-                  &A::d_lora_a_in, &A::d_lora_b_in, &A::d_lora_a_out, &A::d_lora_b_out);
+    Network::forward_on_gpu(forward_args());
+    Network::backward_on_gpu(backward_args());
   }
 
   // Compares all results bit for bit.
@@ -145,7 +131,15 @@ inline void compare(const LoraNetwork& got, const LoraNetwork& want) {
   compare_rows("h", want.net, got.net.h, want.net.h);
   compare_rows("dh", want.net, got.net.dh, want.net.dh);
   compare_rows("dx_rows", want.net, got.net.dx_rows, want.net.dx_rows);
-  compare_slots(want.net, got.net.d_weights, want.net.d_weights);
+  // d_weights contains v_out times terms of order 1. The backends round some elements of v_out to different neighbours.
+  const auto tolerance = [&](int64_t row) {
+    double sum = 0;
+    for (int64_t i = row * want.l.q; i < (row + 1) * want.l.q; ++i) {
+      sum += std::abs(got.v_out.get(i) - want.v_out.get(i));
+    }
+    return 4 * sum;
+  };
+  compare_slots(want.net, got.net.d_weights, want.net.d_weights, tolerance);
   if (want.l.r > 0) {
     compare_rows("u", want.net, got.u, want.u);
     compare_rows("v_in", want.net, got.v_in, want.v_in);

@@ -112,13 +112,13 @@ TEST_F(LoraCuda, SplitCallsMatchOne) {
     const LoraNetwork one(l);
     one.on_gpu();
     const LoraNetwork two(l);
-    LoraNetwork::forward_on_gpu(two.forward_args());
+    Network::forward_on_gpu(two.forward_args());
     const FloatTensor weighted_a({l.c.R, l.c.F}, l.c.dtype);
     const ab_expert_ffn_backward_args all = two.backward_args();
     ab_expert_ffn_backward_args first = all;
     first.weighted_a = weighted_a.view();
     first.dx_rows = first.d_lora_a_in = first.d_lora_b_in = first.d_lora_a_out = first.d_lora_b_out = nullptr;
-    LoraNetwork::backward_on_gpu(first);
+    Network::backward_on_gpu(first);
     ab_expert_ffn_backward_args out = all;
     out.h = out.d_weights = out.dx_rows = out.dh = out.lora_v_in = nullptr;
     out.weighted_a = weighted_a.view();
@@ -126,8 +126,8 @@ TEST_F(LoraCuda, SplitCallsMatchOne) {
     ab_expert_ffn_backward_args in = all;
     in.h = in.d_weights = in.d_out = in.lora_v_out = in.d_lora_a_out = in.d_lora_b_out = nullptr;
     if (!gives_v) out.lora_v_out = in.lora_v_in = nullptr;
-    LoraNetwork::backward_on_gpu(out);
-    LoraNetwork::backward_on_gpu(in);
+    Network::backward_on_gpu(out);
+    Network::backward_on_gpu(in);
     two.expect_same_bits(one);
   }
 }

@@ -1,6 +1,6 @@
 # Writes files that instantiate the launchers of src/experts/portable/launchers.h, one file per element type, and
-# appends their names to ANABRANCH_PORTABLE_INSTANCES. file: the start of their names. The last arguments are template
-# arguments.
+# appends their names to ANABRANCH_PORTABLE_INSTANCES. file: the start of these names. Each of the last arguments
+# instantiates the launcher once: its tile, then, for a GEMM that can have an adapter, whether it has one.
 set(ANABRANCH_PORTABLE_INSTANCES "")
 function(anabranch_portable_instances file header operands)
   foreach(elements BFLOAT16 FLOAT16 FLOAT32 TF32)
@@ -12,7 +12,8 @@ function(anabranch_portable_instances file header operands)
     set(instances "")
     foreach(variant ${ARGN})
       string(APPEND instances
-             "template ab_status launch_${header}<${arguments}, TileChoice::${variant}>(${operands}, int, cudaStream_t);\n")
+             "template ab_status launch_${header}<${arguments}, TileChoice::${variant}>"
+             "(${operands}, int, cudaStream_t);\n")
     endforeach()
     set(path ${PROJECT_BINARY_DIR}/portable/${file}_${elements}.cu)
     configure_file(${PROJECT_SOURCE_DIR}/cmake/portable_instance.cu.in ${path} @ONLY)

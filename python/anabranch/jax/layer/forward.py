@@ -200,7 +200,8 @@ def sharded_forward(
     arrays = {name: naming.get(name, named_routing)(array) for name, array in arrays.items()}
     result = LayerOutput(**{name: arrays.get(name) for name in LayerOutput._fields})  # type: ignore[arg-type]
     result = result._replace(dropped=result.dropped[None])
-    return result, _ShardResiduals(*map(arrays.get, _ShardResiduals._fields)) if save else None  # type: ignore[arg-type]
+    residuals = _ShardResiduals(*map(arrays.get, _ShardResiduals._fields)) if save else None  # type: ignore[arg-type]
+    return result, residuals
 
 
 def sharded_backward(

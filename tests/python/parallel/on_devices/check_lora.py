@@ -1,4 +1,4 @@
-"""Adapters on meshes against the float64 oracle: own and shared factors, every transport, every axis, frozen weights."""
+"""Adapters on meshes against the float64 oracle: own and shared factors, transports, mesh axes, frozen weights."""
 
 import jax
 import jax.numpy as jnp

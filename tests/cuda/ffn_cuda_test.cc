@@ -580,11 +580,14 @@ TEST(FfnWithoutCuda, WorkspaceMatchesTheHeader) {
     EXPECT_EQ(bytes, aligned(600 * 70 * element));
     ab_expert_ffn_backward_args args = net.backward_args();
     EXPECT_OK(ab_cuda_expert_ffn_backward_workspace(&args, nullptr, &bytes));
+    const FloatTensor x({600, 13}, dtype), dh({600, 140}, dtype), gradient({2, 13, 140}, dtype);
+    // The GEMM that needs most.
+    const ab_grouped_matmul_dw_args largest{
+        sizeof(largest), 0, x.view(), dh.view(), args.group_sizes, gradient.view(), AB_PRECISION_HIGHEST, 0};
     size_t d_w_in = 0;
-    EXPECT_OK(ab_cuda_grouped_matmul_dw_workspace_bound(600, 2, 13, 140, dtype, dtype, &d_w_in));
-    EXPECT_EQ(bytes, aligned(600 * 70 * element) +
-                         aligned(static_cast<int64_t>(d_w_in)));  // w a, and the GEMM that needs most
-    const FloatTensor d_out({300, 13}, AB_FLOAT16);               // another dtype, which is converted first
+    EXPECT_OK(ab_cuda_grouped_matmul_dw_workspace(&largest, nullptr, &d_w_in));
+    EXPECT_EQ(bytes, aligned(600 * 70 * element) + aligned(static_cast<int64_t>(d_w_in)));  // w a, and dW_in
+    const FloatTensor d_out({300, 13}, AB_FLOAT16);  // another dtype, which is converted first
     ab_expert_ffn_backward_args converting = args;
     converting.d_out = d_out.view();
     size_t more = 0;

@@ -37,7 +37,9 @@ struct Operand {
 
   // How an output is compared with that of the other backend (compare.h).
   bool exact = false;  // bit for bit
-  double scale = 0.0;  // magnitude of the terms of its sums, which may cancel; 0: its largest element
+  // Magnitude of the terms of its sums, which may cancel. Bounds are relative to it or, if larger, to the largest
+  // element.
+  double scale = 0.0;
   std::function<std::string(const char* content)> fault;  // replaces the comparison: describes an error, if any
 
   Memory memory;              // empty if it shares the memory of another operand

@@ -68,7 +68,7 @@ std::string difference(const Call& call, const Operand& operand, const char* got
   const size_t bytes =
       operand.content.empty() && operand.in != nullptr ? operand.in->content.size() : operand.content.size();
   double largest = operand.scale;
-  for (size_t at = 0; at < bytes && operand.scale == 0.0; at += size) {
+  for (size_t at = 0; at < bytes; at += size) {
     const double value = std::abs(value_of(want + at, dtype));
     if (std::isfinite(value)) largest = std::max(largest, value);
   }

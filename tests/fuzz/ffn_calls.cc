@@ -200,7 +200,8 @@ void make_expert_ffn_backward(const Operation& operation, Random& random, Call* 
   if (requests_d_w_out) {
     call->output(ARGUMENT(d_w_out), gradient(), {s.E, s.F, s.D}).is_read = [args] { return args->accumulate == 1; };
   }
-  if (requests_d_b_out) call->output(ARGUMENT(d_b_out), dtype, {s.E, s.D});
+  // A GPU rounds the elements of d_out, up to 4 in magnitude, to the dtype of x.
+  if (requests_d_b_out) call->output(ARGUMENT(d_b_out), dtype, {s.E, s.D}).scale = 4.0;
   if (has_h || requests_d_w_out || requests_d_b_out || requests_out_factors) {
     const Shape shape = {args->slot_of_row != nullptr ? s.T : s.R, s.D};
     call->input(ARGUMENT(d_out), any_float(random), shape);

@@ -58,7 +58,8 @@ void make_router_forward(const Operation& operation, Random& random, Call* call)
     }
   }
   if (random.chance(0.5)) call->output(ARGUMENT(score_sum), AB_FLOAT32, statistics);
-  if (random.chance(0.5)) call->output(ARGUMENT(lse), AB_FLOAT32, {s.T});
+  // A logit and the logarithm of a sum, which may cancel.
+  if (random.chance(0.5)) call->output(ARGUMENT(lse), AB_FLOAT32, {s.T}).scale = 8.0;
   if (dense && random.chance(0.5)) call->output(ARGUMENT(aux_scores), AB_FLOAT32, {s.T, s.E});
   if (weighted && random.chance(0.5)) args->scaling_factor = 2.5f;
   call->options = {{"topk", &args->topk},

@@ -68,11 +68,11 @@ Factor::Factor(Workspace& workspace, const ab_tensor* tensor, int32_t dtype, int
 ab_status Factor::fill(int multiprocessors, cudaStream_t stream) const {
   if (from_ == nullptr) return ok();
   const Axes axes(*from_);
-  StridedCopy made{.from = Floats(from_), .to = {data_, dtype_}};
-  std::copy_n(axes.shape, 4, made.shape);
-  std::copy_n(axes.strides, 4, made.from_strides);
-  set_strides(axes.shape, transposed_, interleaved_, made.to_strides);
-  return copy(made, multiprocessors, stream);
+  StridedCopy packed{.from = Floats(from_), .to = {data_, dtype_}};
+  std::copy_n(axes.shape, 4, packed.shape);
+  std::copy_n(axes.strides, 4, packed.from_strides);
+  set_strides(axes.shape, transposed_, interleaved_, packed.to_strides);
+  return copy(packed, multiprocessors, stream);
 }
 
 RowsProduct product_of(const LowRankRows& u, const Factor& factor, RowsProduct rows) {

@@ -37,6 +37,7 @@ class LoraBackward {
   LowRank in() const { return low_rank_of(v_in_, a_in_, s_.rank_in); }
 
  private:
+  // What the GEMMs with one factor have in common.
   RowsProduct thin(const Rows& rows) const;
   bool is_shared(const ab_tensor& gradient) const { return gradient.shape[0] != s_.E; }
   // The gradient x^T d_y of a factor [D, N].

@@ -54,7 +54,7 @@ size_t weight_gradient_bound(int64_t R, int64_t E, int64_t D, int64_t N) {
 size_t weight_gradient_bound(int64_t R, int64_t E, int64_t D, int64_t N, int32_t x_dtype, int32_t d_y_dtype) {
   Workspace workspace;
   if (x_dtype != d_y_dtype) {
-    for (const auto& [rows, columns] : {std::pair{R, D}, {R, N}, {E * D, N}}) {
+    for (const auto& [rows, columns] : {std::pair{R, D}, {R, N}, {std::max<int64_t>(E, 1) * D, N}}) {
       workspace.take_rows(rows, columns, AB_FLOAT32);
     }
   }

@@ -23,7 +23,7 @@ from anabranch.torch.binding import private
 _MODULE = "peft.tuners.lora.layer"
 _FACTORS = "_anabranch_factors"
 #: What the hook reads of a ParamWrapper; without one of these, PEFT's own function runs.
-_CLASS_NAMES = ("forward", "get_base_layer", "disable_adapters", "merged", "active_adapters", "_check_forward_args")
+_CLASS_NAMES = ("forward", "get_base_layer", "disable_adapters", "merged", "active_adapters")
 _INSTANCE_NAMES = ("parameter_name", "num_experts", "scaling", "lora_A", "lora_B", "base_layer")
 
 
@@ -141,7 +141,6 @@ def _with_factors(forward: Callable[..., Any], is_selected: Callable[[Any], bool
             found = _found(self, is_selected, is_wrapper)
         if found is None:
             return forward(self, x, *args, **kwargs)
-        self._check_forward_args(x, *args, **kwargs)
         kwargs.pop("adapter_names", None)
         base, factors = found
         before = vars(base).get(_FACTORS)

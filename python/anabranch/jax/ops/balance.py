@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from anabranch.jax.binding import check, ffi, workspaces
 from anabranch.jax.binding.derivatives import reverse_mode
@@ -20,7 +21,8 @@ _COUNTS = (*check.INTEGERS, "float32")
 def _num_tokens(name: str, value: Any, shape: tuple[int, ...]) -> jax.Array:
     """Converts a number of tokens, a Python int or an array (a scalar, or of `shape`), to float32."""
     if isinstance(value, int):
-        return jnp.float32(check.integer(name, value, 0, check.INDEX_LIMIT - 1))
+        # Other than jnp.float32, device_put of a NumPy number runs no program.
+        return jax.device_put(np.float32(check.integer(name, value, 0, check.INDEX_LIMIT - 1)))
     scalar = getattr(value, "shape", shape) == ()
     tokens = check.amounts(name, value, _COUNTS, () if scalar else shape, minimum=0)
     return jax.lax.stop_gradient(tokens).astype(jnp.float32)

@@ -27,6 +27,7 @@ OPERATIONS = {
     "torch": "torch_modes",
     "decode": "decode",
     "host": "host",
+    "lora": "lora",
     "mesh": "mesh",
 }
 #: The operations that run if none is given, each in its own process.

@@ -22,6 +22,10 @@ foreach(arguments "Major::mn, RowsEpilogue" "Major::k, RowsEpilogue" "Major::mn,
   anabranch_hopper_instance(rows_product_${name} rows_product "launch_rows_product<${arguments}>"
                             "const RowsProduct&, TileChoice")
 endforeach()
+foreach(major mn k)
+  anabranch_hopper_instance(thin_product_${major} thin_product "launch_thin_product<Major::${major}>"
+                            "const RowsProduct&, TileChoice")
+endforeach()
 foreach(layout ungated gated interleaved)
   anabranch_hopper_instance(fp8_up_${layout} fp8_up "launch_fp8_up<GateUpLayout::${layout}>" "const Fp8Up&")
   anabranch_hopper_instance(fp8_intermediate_gradient_${layout} fp8_intermediate_gradient

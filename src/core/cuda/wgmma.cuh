@@ -81,7 +81,8 @@ __device__ __forceinline__ void copy_accumulators(float (&to)[kCount], const flo
 // Accumulators of m64nN: thread i of the warpgroup holds N/2 of them. Element 4 j + 2 p + q is at row 16 (i / 32) + i %
 // 32 / 4 + 8 p, column 8 j + 2 (i % 4) + q.
 
-// Issues d = a b, or d += a b if accumulate != 0, for 64 x kColumns elements and 16 elements along k.
+// begin() issues d = a b, or d += a b if accumulate != 0, for 64 x kColumns elements and 16 elements along k.
+// begin_if() issues d += a b if there != 0.
 template <int kColumns, Major kMajorA, Major kMajorB, class Element>
 struct Wgmma;
 
@@ -128,30 +129,38 @@ __device__ __forceinline__ uint32_t first_column_of_ones() {
 
 // LAST: the index of the last group of 8 accumulators. A ... TRANSPOSE_B: operand numbers, which follow those of the
 // accumulators.
-#define AB_WGMMA_OF(COLUMNS, ELEMENT, TYPE, LAST, A, B, ACCUMULATE, HIGH, TRANSPOSE_A, TRANSPOSE_B)   \
-  template <Major kMajorA, Major kMajorB>                                                             \
-  struct Wgmma<COLUMNS, kMajorA, kMajorB, ELEMENT> {                                                  \
-    static __device__ __forceinline__ void begin(float (&d)[COLUMNS / 2], Descriptor a, Descriptor b, \
-                                                 int accumulate) {                                    \
-      asm volatile(                                                                                   \
-          "{\n"                                                                                       \
-          ".reg .pred accumulate;\n"                                                                  \
-          ".reg .b64 a, b;\n"                                                                         \
-          "setp.ne.b32 accumulate, " ACCUMULATE                                                       \
-          ", 0;\n"                                                                                    \
-          "mov.b64 a, {" A ", " HIGH                                                                  \
-          "};\n"                                                                                      \
-          "mov.b64 b, {" B ", " HIGH                                                                  \
-          "};\n"                                                                                      \
-          "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE " {" AB_R##LAST       \
-          "}, a, b, accumulate, 1, 1, " TRANSPOSE_A ", " TRANSPOSE_B                                  \
-          ";\n"                                                                                       \
-          "}\n"                                                                                       \
-          : AB_D##LAST                                                                                \
-          : "r"(a), "r"(b), "r"(accumulate), "n"(kDescriptorHigh), "n"(static_cast<int>(kMajorA)),    \
-            "n"(static_cast<int>(kMajorB)));                                                          \
-    }                                                                                                 \
+#define AB_WGMMA_OF(COLUMNS, ELEMENT, TYPE, LAST, A, B, FLAG, HIGH, TRANSPOSE_A, TRANSPOSE_B)                    \
+  template <Major kMajorA, Major kMajorB>                                                                        \
+  struct Wgmma<COLUMNS, kMajorA, kMajorB, ELEMENT> {                                                             \
+    static __device__ __forceinline__ void begin(float (&d)[COLUMNS / 2], Descriptor a, Descriptor b,            \
+                                                 int accumulate) {                                               \
+      asm volatile(AB_WGMMA_TEXT(COLUMNS, TYPE, LAST, A, B, FLAG, HIGH, TRANSPOSE_A, TRANSPOSE_B, "", "flag")    \
+                   : AB_D##LAST                                                                                  \
+                   : "r"(a), "r"(b), "r"(accumulate), "n"(kDescriptorHigh), "n"(static_cast<int>(kMajorA)),      \
+                     "n"(static_cast<int>(kMajorB)));                                                            \
+    }                                                                                                            \
+    static __device__ __forceinline__ void begin_if(int there, float (&d)[COLUMNS / 2], Descriptor a,            \
+                                                    Descriptor b) {                                              \
+      asm volatile(AB_WGMMA_TEXT(COLUMNS, TYPE, LAST, A, B, FLAG, HIGH, TRANSPOSE_A, TRANSPOSE_B, "@flag ", "1") \
+                   : AB_D##LAST                                                                                  \
+                   : "r"(a), "r"(b), "r"(there), "n"(kDescriptorHigh), "n"(static_cast<int>(kMajorA)),           \
+                     "n"(static_cast<int>(kMajorB)));                                                            \
+    }                                                                                                            \
   }
+// GUARD "@flag ": issue the MMA only if the flag is set. SCALE_D "flag": add to d only if it is set.
+#define AB_WGMMA_TEXT(COLUMNS, TYPE, LAST, A, B, FLAG, HIGH, TRANSPOSE_A, TRANSPOSE_B, GUARD, SCALE_D) \
+  "{\n"                                                                                                \
+  ".reg .pred flag;\n"                                                                                 \
+  ".reg .b64 a, b;\n"                                                                                  \
+  "setp.ne.b32 flag, " FLAG                                                                            \
+  ", 0;\n"                                                                                             \
+  "mov.b64 a, {" A ", " HIGH                                                                           \
+  "};\n"                                                                                               \
+  "mov.b64 b, {" B ", " HIGH                                                                           \
+  "};\n" GUARD "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE " {" AB_R##LAST   \
+  "}, a, b, " SCALE_D ", 1, 1, " TRANSPOSE_A ", " TRANSPOSE_B                                          \
+  ";\n"                                                                                                \
+  "}\n"
 // A, B, ACCUMULATE, HIGH: operand numbers.
 #define AB_WGMMA8(COLUMNS, LAST, A, B, ACCUMULATE, HIGH)                                              \
   template <>                                                                                         \
@@ -218,6 +227,7 @@ AB_WGMMA_ONES(256, 15, "%128", "%129", "%130", "%131", "%132");
 #undef AB_WGMMA_OF_ONES
 #undef AB_WGMMA8
 #undef AB_WGMMA
+#undef AB_WGMMA_TEXT
 #undef AB_WGMMA_OF
 #undef AB_D15
 #undef AB_D11

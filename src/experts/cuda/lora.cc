@@ -88,6 +88,7 @@ RowsProduct product_of(const LowRankRows& u, const Factor& factor, RowsProduct r
           .E = rows.E,
           .D = u.D,
           .N = u.rank,
+          .thin = true,
           .factor = u.scale,
           .shared_w = factor.shared(),
           .gathers_x = u.gathers_x};

@@ -7,6 +7,7 @@
 #include "experts/hopper/intermediate_gradient_epilogue.cuh"
 #include "experts/hopper/launch_product.cuh"
 #include "experts/hopper/launchers.h"
+#include "experts/hopper/low_rank.cuh"
 #include "experts/hopper/row_operand.cuh"
 
 namespace anabranch::cuda::hopper {
@@ -42,12 +43,21 @@ void prepare_epilogue(const IntermediateGradient& g,
 template <class Shape, class Element, class OperandA, GateUpLayout kLayout, Major kMajor>
 ab_status launch_intermediate_gradient(const IntermediateGradient& g, int multiprocessors, cudaStream_t stream) {
   const FfnSizes& s = g.s;
-  Product<Shape, Element, OperandA, IntermediateGradientWeights<kMajor>, RowTiles,
+  using Weights = IntermediateGradientWeights<kMajor>;
+  Product<Shape, Element, OperandA, LowRankOperand<Weights, Weights>, RowTiles,
           RowTileScheduler<Shape::kRows, Shape::kColumns, Shape::kBlocks>,
           IntermediateGradientEpilogue<Element, kLayout, kMajor == Major::k>>
       product;
   AB_RETURN_IF_ERROR(prepare_rows<Shape::kRows>("d_out", g.d_y, g.map, s.D, &product.a));
-  AB_RETURN_IF_ERROR(prepare_intermediate_gradient_weights(g, &product.b));
+  AB_RETURN_IF_ERROR(prepare_intermediate_gradient_weights(g, static_cast<Weights*>(&product.b)));
+  AB_RETURN_IF_ERROR(prepare_low_rank<Shape::kRows>(
+      g.low_rank, g.d_y.dtype, s.E, &product.b, [&](int64_t E, Weights* factor) {
+        IntermediateGradient factors = g;
+        factors.w_out = {const_cast<void*>(g.low_rank.b), g.d_y.dtype};
+        factors.s.E = E;
+        factors.s.D = g.low_rank.rank;
+        return prepare_intermediate_gradient_weights(factors, factor);
+      }));
   prepare_epilogue(g, &product.epilogue);
   product.tiles = {groups_of(g.group_sizes, s.E, s.R), static_cast<int32_t>(s.D),
                    static_cast<int32_t>(ceil_div(s.F, Shape::kColumns)), g.skips_rest};

@@ -27,6 +27,10 @@ struct ScaleBiasEpilogue;
 template <Major kMajorB, template <class> class Epilogue>
 ab_status launch_rows_product(const RowsProduct& product, TileChoice tile, int multiprocessors, cudaStream_t stream);
 
+// GEMMs with few columns, and the options that only these have.
+template <Major kMajorB>
+ab_status launch_thin_product(const RowsProduct& product, TileChoice tile, int multiprocessors, cudaStream_t stream);
+
 // FP8 (e4m3) GEMMs with K-major weights; one tile shape.
 template <GateUpLayout kLayout>
 ab_status launch_fp8_up(const Fp8Up& up, int multiprocessors, cudaStream_t stream);

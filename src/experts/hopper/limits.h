@@ -6,6 +6,7 @@
 
 #include "core/cuda/tensor_map.h"
 #include "experts/cuda/ops/counts.h"
+#include "experts/cuda/ops/low_rank.h"
 #include "experts/cuda/ops/row_map.h"
 #include "experts/cuda/ops/tiles/groups.h"
 #include "experts/hopper/gate_up_layout.h"
@@ -16,7 +17,8 @@ namespace anabranch::cuda::hopper {
 static_assert(kMaxCount <= kMaxWindowRows, "row windows must cover all row indices of the kernels");
 
 constexpr int64_t kTileRows = 128;                // of all tile shapes
-constexpr int64_t kMinTileColumns = 128;          // minimum over all tile shapes
+constexpr int64_t kMinTileColumns = 128;          // minimum over the tile shapes of GEMMs that are not thin
+constexpr int64_t kMinThinTileColumns = 64;
 constexpr int64_t kFp8TileColumns = 256;          // of the one shape for FP8
 constexpr int64_t kMaxGatherChunks = 0xffffffff;  // 16-byte chunks of a gathered matrix
 constexpr int32_t kPairDtype = AB_BFLOAT16;       // tensor maps of e4m3 count pairs of elements, which have its size
@@ -39,8 +41,14 @@ inline bool fits_gather(const RowMap& map, int64_t columns) {
 constexpr const char* kNot16Bit = "the dtype is not 16-bit";
 constexpr const char* kNotCounted = "a size is 0, or there are 2^30 or more rows, columns or tiles";
 constexpr const char* kNotChunks = "rows are not aligned or not whole 16-byte chunks";
-constexpr const char* kAdapter = "the GEMM belongs to a low-rank adapter";
+constexpr const char* kNotRank = "an adapter's rows or factors are not aligned, or its rank is not a multiple of 8";
 constexpr const char* kNotGathered = "the gathered matrix has 2^32 or more 16-byte chunks";
+
+// Returns whether a low-rank term has u and B in whole 16-byte chunks. columns: those of B, if it is not transposed.
+inline bool fits_low_rank(const LowRank& term, int32_t dtype, bool transposed, int64_t columns) {
+  return term.rank == 0 || (sizes_fit({term.rank}) && fits_tensor_map(term.u, dtype, term.rank) &&
+                            fits_tensor_map(term.b, dtype, transposed ? term.rank : columns));
+}
 
 // Checks a GEMM with a fused epilogue, of a feed-forward network. rows: operand A with D columns. intermediates:
 // tensors of F columns that the epilogue reads or writes, or null.

@@ -68,19 +68,24 @@ __device__ __forceinline__ void load_k_blocks(OperandRing<Shape>& ring, const Op
   typename OperandA::template Gather<Shape::kRows> gather_a(a, tile);
   typename OperandB::template Gather<Shape::kColumns> gather_b(b, tile);
   auto at = OperandRing<Shape>::Position::nth(tile.first_k_block);
+  // Fills a stage with loads that `load` issues, of `bytes` in total.
+  const auto load_by_tma = [&](uint32_t bytes, const auto& load) {
+    Barrier& full = ring.full[at.stage];
+    ring.empty[at.stage].wait(at.phase ^ 1u);
+    __syncwarp();
+    if (is_leader && lane_index() == 0) {
+      full.arrive_and_expect(bytes);
+      load(full, Multicast<Shape::kBlocks>::make(tile.multicasts_b != 0));
+    }
+    if constexpr (OperandA::kGathered) full.arrive_after_copies();  // without copies it arrives at once
+    at.advance();
+  };
   if constexpr (OperandB::kMayHaveBias) {
-    if (blocks_of(b, tile) > tile.k_blocks) {
+    if (tile.k_blocks > 0 && b.bias_blocks > 0) {
       constexpr uint32_t kBiasBytes = Shape::kColumns / kPanel * kWgmmaK * kSwizzleBytes;
-      Barrier& full = ring.full[at.stage];
-      ring.empty[at.stage].wait(at.phase ^ 1u);
-      __syncwarp();
-      if (is_leader && lane_index() == 0) {
-        full.arrive_and_expect(kBiasBytes);
-        b.bias.template load<Shape::kColumns>(shared_address(ring.b[at.stage]), full, tile, 0,
-                                              Multicast<Shape::kBlocks>::make(tile.multicasts_b != 0));
-      }
-      if constexpr (OperandA::kGathered) full.arrive_after_copies();  // without copies it arrives at once
-      at.advance();
+      load_by_tma(kBiasBytes, [&](Barrier& full, const auto& multicast) {
+        b.bias.template load<Shape::kColumns>(shared_address(ring.b[at.stage]), full, tile, 0, multicast);
+      });
     }
   }
 #pragma unroll 1  // the producer has few registers
@@ -98,9 +103,24 @@ __device__ __forceinline__ void load_k_blocks(OperandRing<Shape>& ring, const Op
     gather_b.copy(shared_address(ring.b[at.stage]), tile, k_block);
     if constexpr (OperandA::kGathered || OperandB::kGathered) full.arrive_after_copies();
   }
+  if constexpr (OperandB::kMayHaveLowRank) {
+    if (tile.k_blocks == 0) return;
+    const int low_rank_blocks = b.low_rank_blocks();
+#pragma unroll 1
+    for (int k_block = 0; k_block < low_rank_blocks; ++k_block) {
+      load_by_tma(b.u.template bytes<Shape::kRows>(tile) + b.b.template bytes<Shape::kColumns>(tile),
+                  [&](Barrier& full, const auto& multicast) {
+                    b.u.template load<Shape::kRows>(shared_address(ring.a[at.stage]), full, tile, k_block,
+                                                    Multicast<1>{});
+                    b.b.template load<Shape::kColumns>(shared_address(ring.b[at.stage]), full, tile, k_block,
+                                                       multicast);
+                  });
+    }
+  }
 }
 
-// acc = A B + bias over the k-blocks of the CTA's n-th tile, for the first kUsed panels of the warpgroup's rows.
+// acc = A B + bias + u B_factor over the k-blocks of the CTA's n-th tile, for the first kUsed panels of the
+// warpgroup's rows.
 // member: the warpgroup's share of the tile's rows. Ends the main loop. Calls during_products() after the MMAs of each
 // k-block have been issued, and during_last_products() before waiting for the last MMAs.
 template <int kUsed, class Element, class OperandA, class OperandB, class Shape, class During, class DuringLast>
@@ -152,6 +172,30 @@ __device__ __forceinline__ void multiply_k_blocks(OperandRing<Shape>& ring, cons
     during_products();
     before = at;
     at.advance();
+  }
+  if constexpr (OperandB::kMayHaveLowRank) {
+    using MultiplyFactors = Wgmma<Shape::kColumns, Major::k, OperandB::kMajor, Element>;
+    constexpr int kSteps = kBlockK / kWgmmaK;
+#pragma unroll 1
+    for (int steps = operand_b.low_rank_steps; steps > 0; steps -= kSteps) {
+      ring.full[at.stage].wait(at.phase);
+      const Descriptor a = first_a + at.stage * (Shape::kBytesA / kPanelBytes) * kNextPanel;
+      const Descriptor b = first_b + at.stage * (Shape::kBytesB / kPanelBytes) * kNextPanel;
+      fence_accumulators();
+#pragma unroll
+      for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+        for (int panel = 0; panel < kUsed; ++panel) {
+          MultiplyFactors::begin_if(k < steps, acc[panel], a + panel * kNextPanel + k * kNextK<Major::k>,
+                                    b + k * kNextK<OperandB::kMajor>);
+        }
+      }
+      commit_products();
+      wait_for_products<1>();
+      ring.release(before);
+      before = at;
+      at.advance();
+    }
   }
   ring.end_mainloop(n);
   during_last_products();

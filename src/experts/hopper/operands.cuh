@@ -14,6 +14,7 @@ namespace anabranch::cuda::hopper {
 struct LoadedByTma {
   static constexpr bool kGathered = false;
   static constexpr bool kMayHaveBias = false;
+  static constexpr bool kMayHaveLowRank = false;
   static constexpr bool kScaled = false;
   template <int>
   using Gather = NoGather;
@@ -28,6 +29,7 @@ struct LoadedByTma {
 struct LoadedByThreads : GatherSource {
   static constexpr bool kGathered = true;
   static constexpr bool kMayHaveBias = false;
+  static constexpr bool kMayHaveLowRank = false;
   static constexpr bool kScaled = false;
 
   __device__ void prefetch_maps() const {}
@@ -191,13 +193,49 @@ struct BiasedOperand : Weights {
   }
 };
 
-// Number of k-blocks of a tile, including its bias.
+// Operand B of a GEMM over rows: a factor of a low-rank adapter, stored like Weights, for each expert or shared.
+template <class Weights>
+struct FactorOperand : Weights {
+  int32_t expert_stride;  // 0: one matrix for all experts; else 1
+
+  template <int kColumns, class AnyMulticast>
+  __device__ void load(uint32_t to, Barrier& barrier, const Tile& tile, int k_block,
+                       const AnyMulticast& multicast) const {
+    Tile from = tile;
+    from.expert *= expert_stride;
+    Weights::template load<kColumns>(to, barrier, from, k_block, multicast);
+  }
+};
+
+// Operand B of a GEMM over rows with an optional low-rank term u B[e]. The term is k-blocks after those of the weights:
+// operand A is the rows u [R, rank]. Both are zero past the rank.
+template <class OperandB, class Weights>
+struct LowRankOperand : OperandB {
+  static constexpr bool kMayHaveLowRank = true;
+  RowOperand u;
+  FactorOperand<Weights> b;  // [E or 1, rank, columns]
+  int32_t low_rank_steps;    // MMAs along the rank, of kWgmmaK each; 0: no term
+
+  __device__ int low_rank_blocks() const {
+    return (low_rank_steps + kBlockK / kWgmmaK - 1) / (kBlockK / kWgmmaK);
+  }
+
+  __device__ void prefetch_maps() const {
+    OperandB::prefetch_maps();
+    if (low_rank_steps == 0) return;
+    u.prefetch_maps();
+    b.prefetch_maps();
+  }
+};
+
+// Number of k-blocks of a tile, including those of its bias and its low-rank term.
 template <class OperandB>
 __device__ __forceinline__ int blocks_of(const OperandB& b, const Tile& tile) {
-  if constexpr (OperandB::kMayHaveBias) {
-    if (tile.k_blocks > 0) return tile.k_blocks + b.bias_blocks;
-  }
-  return tile.k_blocks;
+  int blocks = tile.k_blocks;
+  if (blocks == 0) return 0;
+  if constexpr (OperandB::kMayHaveBias) blocks += b.bias_blocks;
+  if constexpr (OperandB::kMayHaveLowRank) blocks += b.low_rank_blocks();
+  return blocks;
 }
 
 // Transposed weights, [E, N, D], with shuffled columns within every 32 (make_shuffled_matrices_map).

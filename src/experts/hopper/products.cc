@@ -19,26 +19,29 @@ bool gathers_d_y(const WeightGradient& g) { return g.gathers_d_y && g.map.by_slo
 
 const char* unsupported_reason(const Up& up) {
   const FfnSizes& s = up.s;
-  if (up.low_rank.rank > 0) return kAdapter;
   if (const char* reason = fused_unsupported_reason(s, up.map, up.x, {up.b_in, up.h, up.a})) return reason;
-  return fits_tensor_map(up.w_in.data, up.w_in.dtype, s.layout.in_transposed ? s.D : s.F) ? nullptr : kNotChunks;
+  if (!fits_tensor_map(up.w_in.data, up.w_in.dtype, s.layout.in_transposed ? s.D : s.F)) return kNotChunks;
+  return fits_low_rank(up.low_rank, up.x.dtype, s.layout.in_transposed, s.F) ? nullptr : kNotRank;
 }
 
 const char* unsupported_reason(const IntermediateGradient& g) {
-  if (g.low_rank.rank > 0) return kAdapter;
   if (const char* reason = fused_unsupported_reason(g.s, g.map, g.d_y, {g.h, g.dh, g.weighted_a})) return reason;
-  return fits_tensor_map(g.w_out.data, g.w_out.dtype, g.s.layout.out_transposed ? g.s.F : g.s.D) ? nullptr : kNotChunks;
+  const bool as_stored = g.s.layout.out_transposed;
+  if (!fits_tensor_map(g.w_out.data, g.w_out.dtype, as_stored ? g.s.F : g.s.D)) return kNotChunks;
+  return fits_low_rank(g.low_rank, g.d_y.dtype, !as_stored, g.s.F) ? nullptr : kNotRank;
 }
 
 const char* unsupported_reason(const RowsProduct& p) {
-  if (!p.is_plain()) return kAdapter;
   const auto fits = [&](const void* data, int64_t columns) { return fits_tensor_map(data, p.dtype, columns); };
   if (!is_16_bit(p.dtype)) return kNot16Bit;
-  if (!sizes_fit({p.R, p.E, p.D, p.N}) || !tile_count_fits(p.R, p.E, p.N, kMinTileColumns)) return kNotCounted;
+  const int64_t tile_columns = p.thin ? kMinThinTileColumns : kMinTileColumns;
+  if (!sizes_fit({p.R, p.E, p.D, p.N}) || !tile_count_fits(p.R, p.E, p.N, tile_columns)) return kNotCounted;
   // Check y also as a window of wider rows, so that a window takes the same path as the whole.
   const bool all = fits(p.x, p.D) && fits(p.w, p.transposed ? p.D : p.stored_columns()) && fits(p.y, p.N) &&
                    fits(p.y, p.stored_columns()) && (p.bias == nullptr || fits(p.bias, p.N));
-  return all ? nullptr : kNotChunks;
+  if (!all) return kNotChunks;
+  if (p.gathers_x && !fits_gather(p.map, p.D)) return kNotGathered;
+  return fits_low_rank(p.low_rank, p.dtype, p.transposed, p.stored_columns()) ? nullptr : kNotRank;
 }
 
 const char* unsupported_reason(const WeightGradient& g) {
@@ -59,6 +62,7 @@ TileChoice choose_tile(const Up& up, int multiprocessors) {
 }
 
 TileChoice choose_tile(const RowsProduct& p, int multiprocessors) {
+  if (p.thin) return choose_thin_tile(p.N);
   return (has_weights(p) ? choose_fused_tile(p.R, p.E, p.N, p.D, multiprocessors)
                          : choose_row_tile(p.R, p.E, p.N, p.D, p.transposed, multiprocessors))
       .choice;
@@ -86,6 +90,10 @@ ab_status launch_gemm(const Up& up, TileChoice tile, int multiprocessors, cudaSt
 }
 
 ab_status launch_gemm(const RowsProduct& p, TileChoice tile, int multiprocessors, cudaStream_t stream) {
+  if (p.thin) {
+    return (p.transposed ? launch_thin_product<Major::k> : launch_thin_product<Major::mn>)(p, tile, multiprocessors,
+                                                                                           stream);
+  }
   const auto with_epilogue = [&]<template <class> class Epilogue>() {
     return (p.transposed ? launch_rows_product<Major::k, Epilogue>
                          : launch_rows_product<Major::mn, Epilogue>)(p, tile, multiprocessors, stream);

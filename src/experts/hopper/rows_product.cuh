@@ -7,6 +7,7 @@
 #include "experts/cuda/ops/tiles/row_tile_scheduler.cuh"
 #include "experts/hopper/launch_product.cuh"
 #include "experts/hopper/launchers.h"
+#include "experts/hopper/low_rank.cuh"
 #include "experts/hopper/row_operand.cuh"
 #include "experts/hopper/scale_bias_epilogue.cuh"
 
@@ -26,21 +27,33 @@ ab_status prepare_epilogue(const RowsProduct& p, ScaleBiasEpilogue<Element>* out
   return prepare_epilogue(p, &out->y);
 }
 
+template <Major kMajorB>
+using RowsProductWeights = LowRankOperand<BiasedOperand<WeightOperand<kMajorB>>, WeightOperand<kMajorB>>;
 template <class Shape, class Element, class OperandA, Major kMajorB, class Epilogue>
-using RowsProductOf = Product<Shape, Element, OperandA, BiasedOperand<WeightOperand<kMajorB>>, RowTiles,
+using RowsProductOf = Product<Shape, Element, OperandA, RowsProductWeights<kMajorB>, RowTiles,
                               RowTileScheduler<Shape::kRows, Shape::kColumns, Shape::kBlocks>, Epilogue>;
+
+// Makes the map of E matrices `w` for contractions of length D.
+template <class Shape, Major kMajorB>
+ab_status prepare_weights(const RowsProduct& p, const void* w, int64_t E, int64_t D, WeightOperand<kMajorB>* weights) {
+  if constexpr (kMajorB == Major::mn) {
+    return make_matrices_map("w", w, p.dtype, E, D, p.N, kPanel, kPanel, &weights->map, p.stored_columns());
+  } else {
+    return make_matrices_map("w", w, p.dtype, E, p.N, D, kPanel, Shape::kColumns / Shape::kBlocks, &weights->map, D,
+                             p.stored_columns());
+  }
+}
 
 // Prepares all arguments except operand A.
 template <class Shape, class Element, class OperandA, Major kMajorB, class Epilogue>
 ab_status prepare_rows_product(const RowsProduct& p,
                                RowsProductOf<Shape, Element, OperandA, kMajorB, Epilogue>* product) {
-  if constexpr (kMajorB == Major::mn) {
-    AB_RETURN_IF_ERROR(
-        make_matrices_map("w", p.w, p.dtype, p.E, p.D, p.N, kPanel, kPanel, &product->b.map, p.stored_columns()));
-  } else {
-    AB_RETURN_IF_ERROR(make_matrices_map("w", p.w, p.dtype, p.E, p.N, p.D, kPanel, Shape::kColumns / Shape::kBlocks,
-                                         &product->b.map, p.D, p.stored_columns()));
-  }
+  using Weights = WeightOperand<kMajorB>;
+  AB_RETURN_IF_ERROR((prepare_weights<Shape, kMajorB>(p, p.w, p.E, p.D, static_cast<Weights*>(&product->b))));
+  AB_RETURN_IF_ERROR(prepare_low_rank<Shape::kRows>(
+      p.low_rank, p.dtype, p.E, &product->b, [&](int64_t E, Weights* factor) {
+        return prepare_weights<Shape, kMajorB>(p, p.low_rank.b, E, p.low_rank.rank, factor);
+      }));
   product->b.bias_blocks = p.bias == nullptr || p.weighs_bias() ? 0 : 1;
   if (product->b.bias_blocks > 0) {
     AB_RETURN_IF_ERROR(make_matrices_map("bias", p.bias, p.dtype, p.E, 1, p.N, kPanel, kWgmmaK, &product->b.bias.map,

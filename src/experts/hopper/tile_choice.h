@@ -7,8 +7,9 @@
 
 namespace anabranch::cuda::hopper {
 
-// Tile shapes with kernels, as rows x columns. tile_shape.cuh defines their schedules.
-enum class TileChoice { k128x256, k128x192, k128x128 };
+// Tile shapes with kernels, as rows x columns. tile_shape.cuh defines their schedules. Only GEMMs with few columns have
+// kernels for the last.
+enum class TileChoice { k128x256, k128x192, k128x128, k128x64 };
 
 struct TileModel {
   TileChoice choice;
@@ -96,6 +97,9 @@ inline TileModel choose_row_tile(int64_t R, int64_t E, int64_t N, int64_t D, boo
   return choose_among(R, E, N, D, multiprocessors, transposed ? kCacheBytesTransposed : kCacheBytesInPairs,
                       [](const TileModel&) { return true; });
 }
+
+// Chooses the tile for GEMMs with few columns N.
+inline TileChoice choose_thin_tile(int64_t N) { return N <= 64 ? TileChoice::k128x64 : TileChoice::k128x128; }
 
 // Whether a shape leaves registers for gathering or for an epilogue that reads h. For gate and up, half of its columns
 // must also be whole panels.

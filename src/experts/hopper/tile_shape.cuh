@@ -39,6 +39,7 @@ struct TileShape {
 using Tile128x256 = TileShape<128, 256, 4, Schedule::cooperative>;
 using Tile128x192 = TileShape<128, 192, 4, Schedule::ping_pong>;
 using Tile128x128 = TileShape<128, 128, 6, Schedule::ping_pong>;
+using Tile128x64 = TileShape<128, 64, 8, Schedule::ping_pong>;
 
 // Tile shape for clusters of two CTAs.
 template <class Shape>

@@ -6,6 +6,7 @@
 #include "experts/cuda/ops/tiles/row_tile_scheduler.cuh"
 #include "experts/hopper/launch_product.cuh"
 #include "experts/hopper/launchers.h"
+#include "experts/hopper/low_rank.cuh"
 #include "experts/hopper/row_operand.cuh"
 #include "experts/hopper/up_epilogue.cuh"
 
@@ -58,13 +59,22 @@ ab_status launch_up(const Up& up, int multiprocessors, cudaStream_t stream) {
   constexpr int kParts = parts_of(kLayout);
   constexpr int kWidth = Shape::kColumns / kParts;  // columns of `a`
   const FfnSizes& s = up.s;
-  Product<Shape, Element, OperandA, BiasedOperand<UpWeights<kLayout, kMajor>>, RowTiles,
+  using Weights = UpWeights<kLayout, kMajor>;
+  Product<Shape, Element, OperandA, LowRankOperand<BiasedOperand<Weights>, Weights>, RowTiles,
           RowTileScheduler<Shape::kRows, kWidth, Shape::kBlocks>, UpEpilogue<Element, kLayout>>
       product;
   AB_RETURN_IF_ERROR(prepare_rows<Shape::kRows>("x", up.x, up.map, s.D, &product.a));
-  AB_RETURN_IF_ERROR(prepare_up_weights<Shape>(up, static_cast<UpWeights<kLayout, kMajor>*>(&product.b)));
+  AB_RETURN_IF_ERROR(prepare_up_weights<Shape>(up, static_cast<Weights*>(&product.b)));
   product.b.bias_blocks = up.b_in.data == nullptr ? 0 : 1;
   if (up.b_in.data != nullptr) AB_RETURN_IF_ERROR(prepare_up_bias(up, &product.b.bias));
+  AB_RETURN_IF_ERROR(prepare_low_rank<Shape::kRows>(
+      up.low_rank, up.x.dtype, s.E, &product.b, [&](int64_t E, Weights* factor) {
+        Up factors = up;
+        factors.w_in = {const_cast<void*>(up.low_rank.b), up.x.dtype};
+        factors.s.E = E;
+        factors.s.D = up.low_rank.rank;
+        return prepare_up_weights<Shape>(factors, factor);
+      }));
   const auto make_map = [&](const char* name, void* data, int64_t columns, int64_t stride, CUtensorMap* map) {
     return make_row_window_map(name, data, up.x.dtype, columns, kSubtileColumns<Element>, kSubtileRows, map, stride);
   };

@@ -36,6 +36,7 @@ RUNS = {
     ),
     "layer": (["--shape", TINY, *FLOAT32, "--by", "c", "--by", "jax"], ["both ms", "both GFLOP/s"]),
     "host": (["--shape", TINY, *FLOAT32], ["forward", "no_grad", "both", "median both, one thread"]),
+    "lora": (["--shape", TINY, *FLOAT32, "--rank", "2"], ["forward ms", "both ms", "x frozen"]),
     "decode": (["--shape", TINY, "--tokens", "3", *FLOAT32], ["layer", "x floor", "experts"]),
 }
 

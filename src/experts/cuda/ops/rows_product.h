@@ -33,6 +33,8 @@ struct RowsProduct {
   bool skips_rest = false;
   int64_t w_columns = 0;  // stored columns of W and bias, if `w` and `bias` point to a window of N columns; 0: N
   LowRank low_rank{};
+  // The rows u of a low-rank adapter. Only these have the fields below, and they have neither bias nor weights.
+  bool thin = false;
   float factor = 1.0f;
   bool shared_w = false;   // one matrix W for all experts
   bool gathers_x = false;  // x are rows of tokens, which the map selects
@@ -40,8 +42,6 @@ struct RowsProduct {
   AB_INLINE int64_t stored_columns() const { return w_columns > 0 ? w_columns : N; }
   // Whether the weights multiply the GEMM's result.
   bool scales() const { return weights.data != nullptr && !weight_early; }
-  // Whether the GEMM has no option that only the sm80 kernels support.
-  bool is_plain() const { return low_rank.rank == 0 && factor == 1.0f && !shared_w && !(gathers_x && map.by_slot); }
   // Whether the weights multiply only the bias.
   AB_INLINE bool weighs_bias() const { return bias != nullptr && weights.data != nullptr && weight_early; }
 };

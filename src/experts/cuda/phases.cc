@@ -39,7 +39,7 @@ ab_status compute_rows_product(const RowsProduct& p, const Device& device, cudaS
   AB_RETURN_IF_ERROR(hopper::launch_gemm(p, hopper::choose_tile(p, multiprocessors), multiprocessors, stream));
   // Without row weights, Hopper's epilogue adds the bias to padding rows and multiplies their zeros by expert weights
   // that may be NaN.
-  if (p.scales() || p.weighs_bias() || p.skips_rest) return ok();
+  if (p.scales() || p.weighs_bias() || p.thin || p.skips_rest) return ok();
   return clear_padding(p.map, {p.y, p.dtype}, p.R, p.N, multiprocessors, stream);
 }
 

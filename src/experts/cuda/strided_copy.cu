@@ -5,6 +5,8 @@
 
 #include "core/cuda/divisor.h"
 #include "core/cuda/launch.h"
+#include "core/cuda/vector.cuh"
+#include "core/tensor.h"
 #include "experts/cuda/ops/counts.h"
 
 namespace anabranch::cuda {
@@ -12,7 +14,8 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kBlocks = 8;  // per SM
-constexpr int kEach = 4;    // elements per thread of one piece
+constexpr int kEach = 4;    // vectors per thread of one piece
+constexpr int kMaxWidth = 4;
 
 // The axes in the order of `to` in memory, outermost first, so that adjacent threads write adjacent elements. A matrix
 // is everything below the outermost axis.
@@ -20,14 +23,15 @@ struct Copy {
   StridedCopy of;
   int64_t pieces = 0;  // of all matrices
   int32_t pieces_of_matrix = 0;
-  int32_t matrix = 0;  // elements
+  int32_t matrix = 0;  // vectors
   Divisor by_plane{};  // the last two axes
   Divisor by_row{};    // the last axis
   int32_t plane = 0;
-  int32_t row = 0;
+  int32_t row = 0;  // vectors
 };
 
-template <class From, class To>
+// A thread copies kWidth adjacent elements at a time.
+template <class From, class To, int kWidth>
 __global__ void __launch_bounds__(kThreads) copy_elements(const Copy copy) {
   wait_for_previous_kernel();
   let_next_kernel_start();
@@ -37,21 +41,61 @@ __global__ void __launch_bounds__(kThreads) copy_elements(const Copy copy) {
     const int32_t first = static_cast<int32_t>(piece % copy.pieces_of_matrix) * (kThreads * kEach);
     const From* const from = static_cast<const From*>(of.from.data) + outer * of.from_strides[0];
     To* const to = static_cast<To*>(of.to.data) + outer * of.to_strides[0];
+    Vector<From, kWidth> read[kEach];
+    To* targets[kEach];
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      const int32_t element = first + i * kThreads + static_cast<int32_t>(threadIdx.x);
-      if (element >= copy.matrix) continue;
-      const int32_t a = copy.by_plane.quotient(element);
-      const int32_t in_plane = element - a * copy.plane;
+      const int32_t vector = first + i * kThreads + static_cast<int32_t>(threadIdx.x);
+      targets[i] = nullptr;
+      if (vector >= copy.matrix) continue;
+      const int32_t a = copy.by_plane.quotient(vector);
+      const int32_t in_plane = vector - a * copy.plane;
       const int32_t b = copy.by_row.quotient(in_plane);
-      const int32_t c = in_plane - b * copy.row;
-      const int64_t source = a * of.from_strides[1] + b * of.from_strides[2] + c * of.from_strides[3];
-      const int64_t target = a * of.to_strides[1] + b * of.to_strides[2] + c * of.to_strides[3];
-      const float before = of.adds ? to_float(to[target]) : 0.0f;
-      const float value = to_float(from[source]);
-      to[target] = from_float<To>(of.adds ? before + value : value);
+      const int32_t c = (in_plane - b * copy.row) * kWidth;
+      targets[i] = to + (a * of.to_strides[1] + b * of.to_strides[2] + c * of.to_strides[3]);
+      read[i].load(from + (a * of.from_strides[1] + b * of.from_strides[2] + c * of.from_strides[3]));
+    }
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      if (targets[i] == nullptr) continue;
+      float values[kWidth];
+      Vector<To, kWidth> before;
+      if (of.adds) before.load(targets[i]);
+#pragma unroll
+      for (int j = 0; j < kWidth; ++j) values[j] = of.adds ? before[j] + read[i][j] : read[i][j];
+      Vector<To, kWidth>::from(values).store_if(true, targets[i]);
     }
   }
+}
+
+// Merges axes that are adjacent in both tensors, so that a copy without a change of order has one long row.
+void merge_axes(StridedCopy* copy) {
+  constexpr int64_t kMaxRow = int64_t{1} << 29;
+  for (int outer = 2; outer >= 0; --outer) {
+    int inner = outer + 1;
+    while (inner < 3 && copy->shape[inner] == 1) ++inner;
+    const bool adjacent = copy->from_strides[outer] == copy->shape[inner] * copy->from_strides[inner] &&
+                          copy->to_strides[outer] == copy->shape[inner] * copy->to_strides[inner];
+    if (copy->shape[inner] == 1) {
+      copy->from_strides[inner] = copy->from_strides[outer];
+      copy->to_strides[inner] = copy->to_strides[outer];
+    } else if (copy->shape[outer] != 1 && (!adjacent || copy->shape[outer] > kMaxRow / copy->shape[inner])) {
+      continue;
+    }
+    copy->shape[inner] *= copy->shape[outer];
+    copy->shape[outer] = 1;
+  }
+}
+
+// Whether rows of both tensors are whole vectors of kWidth elements at aligned addresses.
+bool has_vectors(const StridedCopy& copy, int width) {
+  const auto aligned = [&](const Floats& m) { return address(m.data) % (width * dtype_size(m.dtype)) == 0; };
+  if (copy.from_strides[3] != 1 || copy.to_strides[3] != 1 || copy.shape[3] % width != 0) return false;
+  for (int i = 0; i < 3; ++i) {
+    const bool whole = copy.from_strides[i] % width == 0 && copy.to_strides[i] % width == 0;
+    if (copy.shape[i] > 1 && !whole) return false;
+  }
+  return aligned(copy.from) && aligned(copy.to);
 }
 
 }  // namespace
@@ -66,20 +110,24 @@ ab_status copy(const StridedCopy& of, int multiprocessors, cudaStream_t stream) 
     copy.of.from_strides[i] = of.from_strides[axes[i]];
     copy.of.to_strides[i] = of.to_strides[axes[i]];
   }
+  merge_axes(&copy.of);
   const int64_t* shape = copy.of.shape;
-  const int64_t matrix = shape[1] * shape[2] * shape[3];
+  const int width = has_vectors(copy.of, kMaxWidth) ? kMaxWidth : 1;
+  const int64_t matrix = shape[1] * shape[2] * shape[3] / width;
   AB_RETURN_IF_ERROR(check_counts({{"elements of a factor's matrix", matrix}}));
   copy.matrix = static_cast<int32_t>(matrix);
-  copy.plane = static_cast<int32_t>(shape[2] * shape[3]);
-  copy.row = static_cast<int32_t>(shape[3]);
+  copy.row = static_cast<int32_t>(shape[3] / width);
+  copy.plane = static_cast<int32_t>(shape[2]) * copy.row;
   copy.by_plane = Divisor(copy.plane);
   copy.by_row = Divisor(copy.row);
   copy.pieces_of_matrix = (copy.matrix - 1) / (kThreads * kEach) + 1;
   copy.pieces = shape[0] * copy.pieces_of_matrix;
   const Launch launched{std::min(copy.pieces, int64_t{kBlocks} * multiprocessors), kThreads, 0, stream, true};
   return with_float_type(of.from.dtype, [&]<class From>(From) {
-    return with_float_type(
-        of.to.dtype, [&]<class To>(To) { return launch("strided copy", copy_elements<From, To>, launched, copy); });
+    return with_float_type(of.to.dtype, [&]<class To>(To) {
+      const auto kernel = width == 1 ? copy_elements<From, To, 1> : copy_elements<From, To, kMaxWidth>;
+      return launch("strided copy", kernel, launched, copy);
+    });
   });
 }
 

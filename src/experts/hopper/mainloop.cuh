@@ -138,7 +138,7 @@ __device__ __forceinline__ void multiply_k_blocks(OperandRing<Shape>& ring, cons
   for (int panel = 0; panel < kUsed; ++panel) begin_accumulators(acc[panel]);
   int block = 0;
   if constexpr (OperandB::kMayHaveBias) {
-    // The bias MMA is predicated, not branched around: with a branch the compiler would wait for every single wgmma.
+    // MMAs are predicated, not branched around: with a branch the compiler would wait for every single wgmma.
     block = operand_b.bias_blocks;
     if (block > 0) ring.full[at.stage].wait(at.phase);
     fence_accumulators();
@@ -150,7 +150,9 @@ __device__ __forceinline__ void multiply_k_blocks(OperandRing<Shape>& ring, cons
     commit_products();
     if (block > 0) at.advance();
   }
-  const int blocks = tile.k_blocks + block;
+  constexpr int kSteps = kBlockK / kWgmmaK;
+  int blocks = tile.k_blocks + block;
+  if constexpr (OperandB::kMayHaveLowRank) blocks += operand_b.low_rank_steps / kSteps;
   for (; block < blocks; ++block) {
     ring.full[at.stage].wait(at.phase);
     if constexpr (OperandA::kGathered || OperandB::kGathered) fence_async_proxy();
@@ -158,7 +160,7 @@ __device__ __forceinline__ void multiply_k_blocks(OperandRing<Shape>& ring, cons
     const Descriptor b = first_b + at.stage * (Shape::kBytesB / kPanelBytes) * kNextPanel;
     fence_accumulators();
 #pragma unroll
-    for (int k = 0; k < kBlockK / kWgmmaK; ++k) {
+    for (int k = 0; k < kSteps; ++k) {
 #pragma unroll
       for (int panel = 0; panel < kUsed; ++panel) {
         Multiply::begin(acc[panel], a + panel * kNextPanel + k * kNextK<OperandA::kMajor>,
@@ -174,27 +176,25 @@ __device__ __forceinline__ void multiply_k_blocks(OperandRing<Shape>& ring, cons
     at.advance();
   }
   if constexpr (OperandB::kMayHaveLowRank) {
-    using MultiplyFactors = Wgmma<Shape::kColumns, Major::k, OperandB::kMajor, Element>;
-    constexpr int kSteps = kBlockK / kWgmmaK;
-#pragma unroll 1
-    for (int steps = operand_b.low_rank_steps; steps > 0; steps -= kSteps) {
-      ring.full[at.stage].wait(at.phase);
-      const Descriptor a = first_a + at.stage * (Shape::kBytesA / kPanelBytes) * kNextPanel;
-      const Descriptor b = first_b + at.stage * (Shape::kBytesB / kPanelBytes) * kNextPanel;
-      fence_accumulators();
+    // The last block of a low-rank term, if it is not whole.
+    const int steps = operand_b.low_rank_steps % kSteps;
+    if (steps > 0) ring.full[at.stage].wait(at.phase);
+    const Descriptor a = first_a + at.stage * (Shape::kBytesA / kPanelBytes) * kNextPanel;
+    const Descriptor b = first_b + at.stage * (Shape::kBytesB / kPanelBytes) * kNextPanel;
+    fence_accumulators();
 #pragma unroll
-      for (int k = 0; k < kSteps; ++k) {
+    for (int k = 0; k + 1 < kSteps; ++k) {
 #pragma unroll
-        for (int panel = 0; panel < kUsed; ++panel) {
-          MultiplyFactors::begin_if(k < steps, acc[panel], a + panel * kNextPanel + k * kNextK<Major::k>,
-                                    b + k * kNextK<OperandB::kMajor>);
-        }
+      for (int panel = 0; panel < kUsed; ++panel) {
+        Multiply::begin_if(k < steps, acc[panel], a + panel * kNextPanel + k * kNextK<OperandA::kMajor>,
+                           b + k * kNextK<OperandB::kMajor>);
       }
-      commit_products();
-      wait_for_products<1>();
+    }
+    commit_products();
+    wait_for_products<1>();
+    if (steps > 0) {
       ring.release(before);
       before = at;
-      at.advance();
     }
   }
   ring.end_mainloop(n);

@@ -48,7 +48,7 @@ const char* unsupported_reason(const WeightGradient& g) {
   constexpr int64_t kMaxColumns = int64_t{1} << 29;  // limited by byte offsets
   if (!is_16_bit(g.x.dtype)) return kNot16Bit;
   if (!sizes_fit({g.R, g.E, g.D, g.N}) || g.D > kMaxColumns || g.N > kMaxColumns) return kNotCounted;
-  const int64_t tiles = ceil_div(g.D, kTileRows) * ceil_div(g.N, kMinTileColumns);
+  const int64_t tiles = ceil_div(g.D, kTileRows) * ceil_div(g.N, kMinThinTileColumns);
   if (tiles > kMaxCount || bounds_of(g).segments > kMaxCount / tiles) return kNotCounted;
   const auto fits = [](const Floats& m, int64_t columns) { return fits_tensor_map(m.data, m.dtype, columns); };
   if (!fits(g.x, g.D) || !fits(g.d_y, g.N) || !fits(g.d_w, g.N)) return kNotChunks;
@@ -73,6 +73,7 @@ TileChoice choose_tile(const IntermediateGradient& g, int multiprocessors) {
 }
 
 TileChoice choose_tile(const WeightGradient& g, int multiprocessors) {
+  if (g.N <= kMinThinTileColumns && !gathers_d_y(g)) return choose_thin_tile(g.N);
   return choose_weight_tile(g.R, g.E, g.D, g.N, gathers_x(g) || gathers_d_y(g), multiprocessors).choice;
 }
 

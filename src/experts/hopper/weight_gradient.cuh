@@ -68,6 +68,11 @@ ab_status launch_weight_gradient(const WeightGradient& g, TileChoice tile, const
         return launch_weight_gradient<Tile128x192, Element, kGathered>(g, bounds, list, multiprocessors, stream);
       }
     }
+    if constexpr (kGathered != Gathered::d_y) {
+      if (tile == TileChoice::k128x64) {
+        return launch_weight_gradient<Tile128x64, Element, kGathered>(g, bounds, list, multiprocessors, stream);
+      }
+    }
     return tile == TileChoice::k128x128
                ? launch_weight_gradient<Tile128x128, Element, kGathered>(g, bounds, list, multiprocessors, stream)
                : launch_weight_gradient<Tile128x256, Element, kGathered>(g, bounds, list, multiprocessors, stream);

@@ -9,11 +9,11 @@ from benchmarks import flags, timing
 from benchmarks.shapes import ITEMSIZES, NAMED, LayerShape
 from benchmarks.tables import selected
 
-CAPTION = """moe() from x [T, D] to the output. forward: without gradients; both: forward and backward, with the gradient
-of x and of what is trained. frozen: nothing is trained; full: all weights; lora: float32 factors of w_in and w_out of
-that rank; merged: the same factors, but every step computes W + s B A for all experts, in the weights' dtype. x frozen:
-the time of both divided by that of frozen. MiB: peak memory of both, less what existed before the call. On a GPU, times
-are of CUDA graphs, and so exclude the host's time"""
+CAPTION = """moe() from x [T, D] to the output. forward: without gradients; both: forward and backward, with the
+gradient of x and of what is trained. frozen: nothing is trained; full: all weights; lora: float32 factors of w_in and
+w_out of that rank; merged: the same factors, but every step computes W + s B A for all experts, in the weights' dtype.
+x frozen: the time of both divided by that of frozen. MiB: peak memory of both, less what existed before the call. On a
+GPU, times are of CUDA graphs, and so exclude the host's time"""
 
 DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16", "float16", "float32")}
 SHAPES = (*(NAMED["qwen3-30b"]._replace(T=T) for T in (4096, 8192)), NAMED["gpt-oss"]._replace(T=8192))
@@ -45,11 +45,13 @@ def _merged(weight: Any, a: Any, b: Any) -> Any:
     return torch.baddbmm(weight, a, b)
 
 
-def _case(shape: LayerShape, dtype: str, device: str, kind: str, rank: int, shared: Sequence[str], seed: int) -> Any:
+def _case(
+    shape: LayerShape, dtype: str, device: str, kind: str, rank: int, shared: Sequence[str], seed: int
+) -> dict[str, Call]:
     """Returns the calls of one implementation by pass."""
     import torch
 
-    from anabranch.torch import init_lora, moe
+    from anabranch.torch import Lora, init_lora, moe
 
     normal = timing.normal_on(device, dtype, seed)
     T, D, F, E, K = shape
@@ -57,7 +59,7 @@ def _case(shape: LayerShape, dtype: str, device: str, kind: str, rank: int, shar
     gate = normal(D, E, scale=D**-0.5)
     w_in, w_out = normal(E, D, 2, F, scale=D**-0.5), normal(E, F, D, scale=F**-0.5)
     leaves = [x]
-    factors = None
+    factors: Lora | None = None
     if kind == "full":
         leaves += [weight.requires_grad_() for weight in (gate, w_in, w_out)]
     elif kind != "frozen":
@@ -67,7 +69,7 @@ def _case(shape: LayerShape, dtype: str, device: str, kind: str, rank: int, shar
         leaves += [factor.requires_grad_() for factor in factors]
 
     def layer() -> Any:
-        if kind == "merged":
+        if kind == "merged" and factors is not None:
             up = _merged(w_in.flatten(2), factors.a_in, factors.b_in.flatten(2)).view_as(w_in)
             return moe(x, gate, up, _merged(w_out, factors.a_out, factors.b_out), topk=K).output
         return moe(x, gate, w_in, w_out, topk=K, lora=factors).output
@@ -104,16 +106,18 @@ def _row(
     count = timing.sets_past_cache(options.device, shape.operand_bytes(ITEMSIZES[dtype]), least=1)
     make = functools.partial(_case, shape, dtype, options.device, kind, rank, options.shared)
     row: dict[str, Any] = {"T,D,F,E,K": str(shape), "dtype": dtype, "by": kind, "rank": rank or None}
+    sets: list[dict[str, Call]] = []
+    calls: dict[str, list[Call]] = {}
     try:
         sets = [make(seed) for seed in range(count)]
         row["MiB"] = _peak_mib(sets[0]["both"], options.device)
-        calls: dict[str, list[Call]] = {name: [one[name] for one in sets] for name in ("forward", "both")}
-        settings = {} if options.device == "cpu" else {"least_calls": 4, "seconds": 40e-3}
+        calls = {name: [one[name] for one in sets] for name in ("forward", "both")}
+        settings: dict[str, Any] = {} if options.device == "cpu" else {"least_calls": 4, "seconds": 40e-3}
         times = timing.times_of(options.device, calls, quick=options.quick, **settings)
     except torch.cuda.OutOfMemoryError:
         return row | {"note": "out of memory"}
     finally:
-        sets = calls = None
+        sets, calls = [], {}
         if options.device == "cuda":
             torch.cuda.empty_cache()
     row |= {f"{name} ms": time.seconds * 1e3 for name, time in times.items()}
@@ -140,4 +144,6 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def tables(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Returns the rows as one table."""
-    return {"": selected(rows, ["T,D,F,E,K", "dtype", "by", "rank", "forward ms", "both ms", "x frozen", "MiB", "note"])}
+    return {
+        "": selected(rows, ["T,D,F,E,K", "dtype", "by", "rank", "forward ms", "both ms", "x frozen", "MiB", "note"])
+    }

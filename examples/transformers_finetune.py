@@ -16,33 +16,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from finetune_options import checked, parser
 from run_error import RunError, as_run_error, needs, run_main
-
-DTYPES = ("float32", "bfloat16")
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """Reads the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, help="a folder or a config.json (default: a small random Qwen3-MoE)")
-    parser.add_argument("--text", type=Path, help="folder of *.py files to train on (default: the standard library's)")
-    parser.add_argument(
-        "--beside", default="default", help='experts to compare with: "default", "eager", "grouped_mm", ...'
-    )
-    parser.add_argument("--steps", type=int, default=30)
-    parser.add_argument("--batch", type=int, default=4, help="sequences per step")
-    parser.add_argument("--seq", type=int, default=256, help="tokens per sequence")
-    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate of AdamW")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--device", help="such as cuda:1 (default: the first GPU if there is one, else cpu)")
-    options = parser.parse_args(arguments)
-    for name, least in (("steps", 2), ("batch", 1), ("seq", 2)):
-        if getattr(options, name) < least:
-            parser.error(f"--{name}: got {getattr(options, name)}, expected at least {least}")
-    if options.model is not None and not options.model.exists():
-        parser.error(f"--model: got {options.model}, expected a folder or a file")
-    return options
+    return checked(parser(__doc__), arguments)
 
 
 if __name__ == "__main__":

@@ -75,9 +75,7 @@ struct Forward {
   }
 
   ab_status run(const Device& device, cudaStream_t stream) const {
-    for (const Factor* factor : {&lora_a_in, &lora_b_in, &lora_a_out, &lora_b_out}) {
-      AB_RETURN_IF_ERROR(factor->fill(device.multiprocessors, stream));
-    }
+    AB_RETURN_IF_ERROR(fill({&lora_a_in, &lora_b_in, &lora_a_out, &lora_b_out}, device, stream));
     if (s.rank_in > 0) AB_RETURN_IF_ERROR(compute_rows_product(rows_of_u(), device, stream));
     AB_RETURN_IF_ERROR(compute_up(up(), device, stream));
     if (s.rank_out > 0) AB_RETURN_IF_ERROR(compute_rows_product(rows_of_z(), device, stream));

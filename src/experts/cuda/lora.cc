@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "core/tensor.h"
-#include "experts/cuda/strided_copy.h"
 
 namespace anabranch::cuda {
 namespace {
@@ -56,8 +55,9 @@ Factor::Factor(Workspace& workspace, const ab_tensor* tensor, int32_t dtype, int
   const Axes axes(*tensor);
   const bool is_free = order == FactorOrder::free_rows || order == FactorOrder::free_columns;
   for (const bool transposed : {transposed_, is_free ? !transposed_ : transposed_}) {
-    if (tensor->dtype != dtype || !has_strides(axes, transposed, interleaved)) continue;
+    if (!has_strides(axes, transposed, interleaved)) continue;
     transposed_ = transposed;
+    if (tensor->dtype != dtype) break;
     data_ = tensor->data;
     return;
   }
@@ -65,14 +65,20 @@ Factor::Factor(Workspace& workspace, const ab_tensor* tensor, int32_t dtype, int
   data_ = workspace.take_rows(axes.shape[0] * axes.shape[1], axes.shape[2] * axes.shape[3], dtype);
 }
 
-ab_status Factor::fill(int multiprocessors, cudaStream_t stream) const {
-  if (from_ == nullptr) return ok();
+void Factor::add_copy(std::vector<StridedCopy>* copies) const {
+  if (from_ == nullptr) return;
   const Axes axes(*from_);
   StridedCopy packed{.from = Floats(from_), .to = {data_, dtype_}};
   std::copy_n(axes.shape, 4, packed.shape);
   std::copy_n(axes.strides, 4, packed.from_strides);
   set_strides(axes.shape, transposed_, interleaved_, packed.to_strides);
-  return copy(packed, multiprocessors, stream);
+  copies->push_back(packed);
+}
+
+ab_status fill(std::initializer_list<const Factor*> factors, const Device& device, cudaStream_t stream) {
+  std::vector<StridedCopy> copies;
+  for (const Factor* factor : factors) factor->add_copy(&copies);
+  return copy(copies, device.multiprocessors, stream);
 }
 
 RowsProduct product_of(const LowRankRows& u, const Factor& factor, RowsProduct rows) {

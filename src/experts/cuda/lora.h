@@ -4,12 +4,15 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <initializer_list>
+#include <vector>
 
 #include "anabranch/experts.h"
 #include "core/cuda/device.h"
 #include "core/workspace.h"
 #include "experts/check.h"
 #include "experts/cuda/phases.h"
+#include "experts/cuda/strided_copy.h"
 #include "experts/precision.h"
 
 namespace anabranch::cuda {
@@ -22,7 +25,8 @@ ab_status check_lora_precision(const Args& args, int64_t rank) {
 }
 
 // The orientation of a factor [M, N] in memory: as its weight is stored, so that both can be operand B of one GEMM.
-// free_*: a GEMM that reads nothing else accepts both. A copy then has contiguous rows (M, N) or columns (N, M).
+// free_*: a GEMM that reads nothing else accepts both. The factor then keeps its own order if it has no gaps; else a
+// copy has contiguous rows (M, N) or columns (N, M).
 enum class FactorOrder { rows, columns, free_rows, free_columns };
 inline FactorOrder order_like(bool weight_is_transposed) {
   return weight_is_transposed ? FactorOrder::columns : FactorOrder::rows;
@@ -37,8 +41,8 @@ class Factor {
   Factor(Workspace& workspace, const ab_tensor* tensor, int32_t dtype, int64_t E, FactorOrder order,
          bool interleaved = false);
 
-  // Makes the copy.
-  ab_status fill(int multiprocessors, cudaStream_t stream) const;
+  // Appends the copy that has to be made, if any.
+  void add_copy(std::vector<StridedCopy>* copies) const;
 
   const void* data() const { return data_; }
   bool transposed() const { return transposed_; }  // stored as [N, M]
@@ -52,6 +56,9 @@ class Factor {
   bool shared_ = false;
   bool interleaved_ = false;
 };
+
+// Makes the copies of factors.
+ab_status fill(std::initializer_list<const Factor*> factors, const Device& device, cudaStream_t stream);
 
 // The low-rank term of a GEMM.
 inline LowRank low_rank_of(const void* u, const Factor& b, int64_t rank) {
@@ -88,8 +95,7 @@ class ProductAdapter {
 
   // Enqueues the copies of the factors and, unless it is given, u. product: the GEMM with w.
   ab_status compute(const RowsProduct& product, const Device& device, cudaStream_t stream) const {
-    AB_RETURN_IF_ERROR(a_.fill(device.multiprocessors, stream));
-    AB_RETURN_IF_ERROR(b_.fill(device.multiprocessors, stream));
+    AB_RETURN_IF_ERROR(fill({&a_, &b_}, device, stream));
     if (args_.lora_a == nullptr) return ok();
     const LowRankRows u{.x = product.x, .D = s_.D, .scale = args_.lora_scale, .u = u_, .rank = s_.rank};
     return compute_rows_product(product_of(u, a_, product), device, stream);

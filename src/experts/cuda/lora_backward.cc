@@ -54,10 +54,7 @@ LoraBackward::LoraBackward(Workspace& workspace, const Args& args, const FfnSize
                   : workspace.take_rows(args.d_lora_b_in->shape[0] * s.rank_in, s.P * s.F, AB_FLOAT32)) {}
 
 ab_status LoraBackward::fill(const Device& device, cudaStream_t stream) const {
-  for (const Factor* factor : {&a_in_, &b_in_, &a_out_, &b_out_}) {
-    AB_RETURN_IF_ERROR(factor->fill(device.multiprocessors, stream));
-  }
-  return ok();
+  return cuda::fill({&a_in_, &b_in_, &a_out_, &b_out_}, device, stream);
 }
 
 RowsProduct LoraBackward::thin(const Rows& rows) const {
@@ -120,13 +117,41 @@ WeightGradient LoraBackward::gradient(const Rows& rows, Floats x, int64_t D, Flo
   return gradient;
 }
 
+namespace {
+
+// Enqueues gradients one after another. They share a list of segments where their bounds agree.
+class Gradients {
+ public:
+  Gradients(void* scratch, const Device& device, cudaStream_t stream)
+      : scratch_(scratch), device_(device), stream_(stream) {}
+
+  ab_status compute(WeightGradient gradient) {
+    if (gradient.E * gradient.D * gradient.N == 0) return ok();
+    const SegmentBounds bounds = bound_segments(gradient.R, gradient.E, gradient.D, gradient.N);
+    const bool same = !gradient.shared && next_use_ > 0 && bounds.rows == rows_ && next_use_ < kSegmentUses;
+    gradient.segment_use = same ? next_use_ : 0;
+    next_use_ = gradient.shared ? 0 : gradient.segment_use + 1;
+    rows_ = bounds.rows;
+    return compute_weight_gradient(gradient, scratch_, device_, stream_);
+  }
+
+ private:
+  void* scratch_;
+  const Device& device_;
+  cudaStream_t stream_;
+  int next_use_ = 0;
+  int64_t rows_ = 0;
+};
+
+}  // namespace
+
 // dA_out = (w a)^T v_out;  dB_out = z^T d_y;  dA_in = x^T v_in;  dB_in = u^T dh.
 ab_status LoraBackward::compute_gradients(const Rows& rows, const Device& device, cudaStream_t stream) const {
+  Gradients gradients(rows.scratch, device, stream);
   const auto low_rank = [&](void* low_rank_rows) { return Floats(low_rank_rows, s_.dtype); };
   if (args_.d_lora_a_out != nullptr) {
-    AB_RETURN_IF_ERROR(compute_weight_gradient(
-        gradient(rows, rows.weighted_a, s_.F, low_rank(v_out_), s_.rank_out, *args_.d_lora_a_out), rows.scratch, device,
-        stream));
+    AB_RETURN_IF_ERROR(gradients.compute(
+        gradient(rows, rows.weighted_a, s_.F, low_rank(v_out_), s_.rank_out, *args_.d_lora_a_out)));
   }
   if (args_.d_lora_b_out != nullptr) {
     const LowRankRows z{
@@ -134,12 +159,12 @@ ab_status LoraBackward::compute_gradients(const Rows& rows, const Device& device
     AB_RETURN_IF_ERROR(compute_rows_product(product_of(z, a_out_, thin(rows)), device, stream));
     WeightGradient d_b_out = gradient(rows, low_rank(z_), s_.rank_out, rows.d_out, s_.D, *args_.d_lora_b_out);
     d_b_out.gathers_d_y = true;
-    AB_RETURN_IF_ERROR(compute_weight_gradient(d_b_out, rows.scratch, device, stream));
+    AB_RETURN_IF_ERROR(gradients.compute(d_b_out));
   }
   if (args_.d_lora_a_in != nullptr) {
     WeightGradient d_a_in = gradient(rows, Floats(args_.x), s_.D, low_rank(v_in_), s_.rank_in, *args_.d_lora_a_in);
     d_a_in.gathers_x = true;
-    AB_RETURN_IF_ERROR(compute_weight_gradient(d_a_in, rows.scratch, device, stream));
+    AB_RETURN_IF_ERROR(gradients.compute(d_a_in));
   }
   if (args_.d_lora_b_in == nullptr) return ok();
   if (computes_u(args_)) {
@@ -148,10 +173,10 @@ ab_status LoraBackward::compute_gradients(const Rows& rows, const Device& device
     AB_RETURN_IF_ERROR(compute_rows_product(product_of(u, a_in_, thin(rows)), device, stream));
   }
   WeightGradient d_b_in = gradient(rows, low_rank(u_), s_.rank_in, rows.dh, s_.P * s_.F, *args_.d_lora_b_in);
-  if (d_b_in_ == nullptr) return compute_weight_gradient(d_b_in, rows.scratch, device, stream);
+  if (d_b_in_ == nullptr) return gradients.compute(d_b_in);
   d_b_in.d_w = Floats(d_b_in_, AB_FLOAT32);
   d_b_in.accumulates = false;
-  AB_RETURN_IF_ERROR(compute_weight_gradient(d_b_in, rows.scratch, device, stream));
+  AB_RETURN_IF_ERROR(gradients.compute(d_b_in));
   // From [r, F, P] to [r, P, F].
   const int64_t matrices = args_.d_lora_b_in->shape[0];
   const StridedCopy ordered{.from = d_b_in.d_w,
@@ -160,7 +185,7 @@ ab_status LoraBackward::compute_gradients(const Rows& rows, const Device& device
                             .from_strides = {s_.rank_in * s_.P * s_.F, s_.P * s_.F, 1, s_.P},
                             .to_strides = {s_.rank_in * s_.P * s_.F, s_.P * s_.F, s_.F, 1},
                             .adds = args_.accumulate != 0};
-  return copy(ordered, device.multiprocessors, stream);
+  return copy({&ordered, 1}, device.multiprocessors, stream);
 }
 
 }  // namespace anabranch::cuda

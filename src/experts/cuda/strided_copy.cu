@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <vector>
 
 #include "core/cuda/divisor.h"
 #include "core/cuda/launch.h"
@@ -16,6 +17,7 @@ constexpr int kThreads = 256;
 constexpr int kBlocks = 8;  // per SM
 constexpr int kEach = 4;    // vectors per thread of one piece
 constexpr int kMaxWidth = 4;
+constexpr int kMaxCopies = 4;  // per launch
 
 // The axes in the order of `to` in memory, outermost first, so that adjacent threads write adjacent elements. A matrix
 // is everything below the outermost axis.
@@ -27,16 +29,27 @@ struct Copy {
   Divisor by_plane{};  // the last two axes
   Divisor by_row{};    // the last axis
   int32_t plane = 0;
-  int32_t row = 0;  // vectors
+  int32_t row = 0;    // vectors
+  int32_t width = 1;  // elements of a vector
+};
+
+// Copies that one launch makes.
+struct Copies {
+  int64_t ends[kMaxCopies];  // of each copy's pieces in the pieces of all
+  Copy copies[kMaxCopies];
 };
 
 // A thread copies kWidth adjacent elements at a time.
 template <class From, class To, int kWidth>
-__global__ void __launch_bounds__(kThreads) copy_elements(const Copy copy) {
+__global__ void __launch_bounds__(kThreads) copy_elements(const __grid_constant__ Copies all) {
   wait_for_previous_kernel();
   let_next_kernel_start();
-  const StridedCopy& of = copy.of;
-  for (int64_t piece = blockIdx.x; piece < copy.pieces; piece += gridDim.x) {
+  int index = 0;
+  for (int64_t next = blockIdx.x; next < all.ends[kMaxCopies - 1]; next += gridDim.x) {
+    while (next >= all.ends[index]) ++index;
+    const Copy& copy = all.copies[index];
+    const StridedCopy& of = copy.of;
+    const int64_t piece = next - (index == 0 ? 0 : all.ends[index - 1]);
     const int64_t outer = piece / copy.pieces_of_matrix;
     const int32_t first = static_cast<int32_t>(piece % copy.pieces_of_matrix) * (kThreads * kEach);
     const From* const from = static_cast<const From*>(of.from.data) + outer * of.from_strides[0];
@@ -98,37 +111,66 @@ bool has_vectors(const StridedCopy& copy, int width) {
   return aligned(copy.from) && aligned(copy.to);
 }
 
-}  // namespace
-
-ab_status copy(const StridedCopy& of, int multiprocessors, cudaStream_t stream) {
-  if (of.shape[0] * of.shape[1] * of.shape[2] * of.shape[3] == 0) return ok();
+// Orders and merges the axes, and counts.
+ab_status prepare(const StridedCopy& of, Copy* copy) {
   std::array<int, 4> axes = {0, 1, 2, 3};
   std::stable_sort(axes.begin(), axes.end(), [&](int a, int b) { return of.to_strides[a] > of.to_strides[b]; });
-  Copy copy{.of = of};
+  *copy = {.of = of};
   for (int i = 0; i < 4; ++i) {
-    copy.of.shape[i] = of.shape[axes[i]];
-    copy.of.from_strides[i] = of.from_strides[axes[i]];
-    copy.of.to_strides[i] = of.to_strides[axes[i]];
+    copy->of.shape[i] = of.shape[axes[i]];
+    copy->of.from_strides[i] = of.from_strides[axes[i]];
+    copy->of.to_strides[i] = of.to_strides[axes[i]];
   }
-  merge_axes(&copy.of);
-  const int64_t* shape = copy.of.shape;
-  const int width = has_vectors(copy.of, kMaxWidth) ? kMaxWidth : 1;
-  const int64_t matrix = shape[1] * shape[2] * shape[3] / width;
+  merge_axes(&copy->of);
+  const int64_t* shape = copy->of.shape;
+  copy->width = has_vectors(copy->of, kMaxWidth) ? kMaxWidth : 1;
+  const int64_t matrix = shape[1] * shape[2] * shape[3] / copy->width;
   AB_RETURN_IF_ERROR(check_counts({{"elements of a factor's matrix", matrix}}));
-  copy.matrix = static_cast<int32_t>(matrix);
-  copy.row = static_cast<int32_t>(shape[3] / width);
-  copy.plane = static_cast<int32_t>(shape[2]) * copy.row;
-  copy.by_plane = Divisor(copy.plane);
-  copy.by_row = Divisor(copy.row);
-  copy.pieces_of_matrix = (copy.matrix - 1) / (kThreads * kEach) + 1;
-  copy.pieces = shape[0] * copy.pieces_of_matrix;
-  const Launch launched{std::min(copy.pieces, int64_t{kBlocks} * multiprocessors), kThreads, 0, stream, true};
-  return with_float_type(of.from.dtype, [&]<class From>(From) {
-    return with_float_type(of.to.dtype, [&]<class To>(To) {
-      const auto kernel = width == 1 ? copy_elements<From, To, 1> : copy_elements<From, To, kMaxWidth>;
-      return launch("strided copy", kernel, launched, copy);
-    });
-  });
+  copy->matrix = static_cast<int32_t>(matrix);
+  copy->row = static_cast<int32_t>(shape[3] / copy->width);
+  copy->plane = static_cast<int32_t>(shape[2]) * copy->row;
+  copy->by_plane = Divisor(copy->plane);
+  copy->by_row = Divisor(copy->row);
+  copy->pieces_of_matrix = (copy->matrix - 1) / (kThreads * kEach) + 1;
+  copy->pieces = shape[0] * copy->pieces_of_matrix;
+  return ok();
+}
+
+}  // namespace
+
+ab_status copy(std::span<const StridedCopy> copies, int multiprocessors, cudaStream_t stream) {
+  std::vector<Copy> left;
+  for (const StridedCopy& of : copies) {
+    if (of.shape[0] * of.shape[1] * of.shape[2] * of.shape[3] == 0) continue;
+    AB_RETURN_IF_ERROR(prepare(of, &left.emplace_back()));
+  }
+  while (!left.empty()) {  // one launch for the copies with the kernel of the first
+    const Copy first = left.front();
+    const auto is_other = [&](const Copy& copy) {
+      return copy.width != first.width || copy.of.from.dtype != first.of.from.dtype ||
+             copy.of.to.dtype != first.of.to.dtype;
+    };
+    const auto same = std::stable_partition(left.begin(), left.end(), is_other);
+    const auto begin = std::max(same, left.end() - kMaxCopies);
+    Copies all{};
+    int64_t pieces = 0;
+    for (int i = 0; i < kMaxCopies; ++i) {
+      if (i < left.end() - begin) {
+        all.copies[i] = begin[i];
+        pieces += begin[i].pieces;
+      }
+      all.ends[i] = pieces;
+    }
+    left.erase(begin, left.end());
+    const Launch launched{std::min(pieces, int64_t{kBlocks} * multiprocessors), kThreads, 0, stream, true};
+    AB_RETURN_IF_ERROR(with_float_type(first.of.from.dtype, [&]<class From>(From) {
+      return with_float_type(first.of.to.dtype, [&]<class To>(To) {
+        const auto kernel = first.width == 1 ? copy_elements<From, To, 1> : copy_elements<From, To, kMaxWidth>;
+        return launch("strided copy", kernel, launched, all);
+      });
+    }));
+  }
+  return ok();
 }
 
 }  // namespace anabranch::cuda

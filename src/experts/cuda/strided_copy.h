@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <span>
 
 #include "anabranch/types.h"
 #include "core/floats.h"
@@ -21,6 +22,7 @@ struct StridedCopy {
   bool adds = false;
 };
 
-ab_status copy(const StridedCopy& copy, int multiprocessors, cudaStream_t stream);
+// Enqueues all copies, in as few launches as their dtypes and axes allow.
+ab_status copy(std::span<const StridedCopy> copies, int multiprocessors, cudaStream_t stream);
 
 }  // namespace anabranch::cuda

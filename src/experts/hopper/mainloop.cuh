@@ -191,16 +191,14 @@ __device__ __forceinline__ void multiply_k_blocks(OperandRing<Shape>& ring, cons
       }
     }
     commit_products();
-    wait_for_products<1>();
-    if (steps > 0) {
-      ring.release(before);
-      before = at;
-    }
   }
   ring.end_mainloop(n);
   during_last_products();
   wait_for_products<0>();
   ring.release(before);
+  if constexpr (OperandB::kMayHaveLowRank) {
+    if (operand_b.low_rank_steps % kSteps > 0) ring.release(at);
+  }
 #pragma unroll
   for (int panel = 0; panel < kUsed; ++panel) finish_accumulators(acc[panel]);
 }

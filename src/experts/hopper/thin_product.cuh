@@ -42,13 +42,12 @@ struct FactorEpilogue : NoPrefetch {
   }
 };
 
-template <class Shape, class Element, Major kMajorB>
+template <class Shape, class Element, class OperandA, Major kMajorB>
 ab_status launch_thin_product(const RowsProduct& p, int multiprocessors, cudaStream_t stream) {
-  Product<Shape, Element, GatheredRowOperand, FactorOperand<WeightOperand<kMajorB>>, RowTiles,
+  Product<Shape, Element, OperandA, FactorOperand<WeightOperand<kMajorB>>, RowTiles,
           RowTileScheduler<Shape::kRows, Shape::kColumns, Shape::kBlocks>, FactorEpilogue<Element>>
       product;
-  const RowMap map = p.gathers_x ? p.map : RowMap(static_cast<const ab_tensor*>(nullptr), 0, 1, p.R);
-  AB_RETURN_IF_ERROR(prepare_rows<Shape::kRows>("x", {const_cast<void*>(p.x), p.dtype}, map, p.D, &product.a));
+  AB_RETURN_IF_ERROR(prepare_rows<Shape::kRows>("x", {const_cast<void*>(p.x), p.dtype}, p.map, p.D, &product.a));
   product.b.expert_stride = p.shared_w ? 0 : 1;
   AB_RETURN_IF_ERROR((prepare_weights<Shape, kMajorB>(p, p.w, p.shared_w ? 1 : p.E, p.D,
                                                       static_cast<WeightOperand<kMajorB>*>(&product.b))));
@@ -62,10 +61,14 @@ ab_status launch_thin_product(const RowsProduct& p, int multiprocessors, cudaStr
 
 template <Major kMajorB>
 ab_status launch_thin_product(const RowsProduct& p, TileChoice tile, int multiprocessors, cudaStream_t stream) {
-  const auto with_element = [&]<class Element>(Element) {
+  const auto with_operand = [&]<class OperandA, class Element>() {
     return tile == TileChoice::k128x64
-               ? launch_thin_product<Tile128x64, Element, kMajorB>(p, multiprocessors, stream)
-               : launch_thin_product<Tile128x128, Element, kMajorB>(p, multiprocessors, stream);
+               ? launch_thin_product<Tile128x64, Element, OperandA, kMajorB>(p, multiprocessors, stream)
+               : launch_thin_product<Tile128x128, Element, OperandA, kMajorB>(p, multiprocessors, stream);
+  };
+  const auto with_element = [&]<class Element>(Element) {
+    return p.gathers_x && p.map.by_slot ? with_operand.template operator()<GatheredRowOperand, Element>()
+                                        : with_operand.template operator()<RowOperand, Element>();
   };
   return p.dtype == AB_BFLOAT16 ? with_element(BFloat16{}) : with_element(Float16{});
 }

@@ -137,6 +137,7 @@ def test_help_has_the_operations_own_options_alone(operation, capsys):
         "torch": {"--shape", "--tokens", "--by"},
         "decode": {"--shape", "--tokens"},
         "host": {"--shape", "--tokens"},
+        "lora": {"--shape", "--tokens", "--rank", "--shared"},
         "mesh": {"--shape", "--tokens", "--by", "--transport"},
     }[operation]
     assert said - {"--device", "--dtype", "--quick", "--json", "--busy"} == own
@@ -287,6 +288,7 @@ ON_GPU = {
     "torch": ["--shape", "2048,256,128,16,2"],
     "decode": ["--shape", "1,256,128,16,2", "--tokens", "4"],
     "host": [],
+    "lora": ["--rank", "16"],
 }
 
 

@@ -54,7 +54,10 @@ def test_gradients_of_frozen_operands_are_not_computed(wanted, outer):
     function = outer(gradient(wanted))
     got = function(ARRAYS)
     for name, value in got.items():
-        np.testing.assert_array_equal(np.asarray(value), np.asarray(everything[name]), err_msg=name)
+        # XLA may choose another algorithm for the gate's GEMM where it is recomputed on a GPU.
+        rtol = 1e-4 if outer is jax.checkpoint and jax.default_backend() == "gpu" else 0.0
+        want = np.asarray(everything[name])
+        np.testing.assert_allclose(np.asarray(value), want, rtol=rtol, atol=rtol * np.abs(want).max(), err_msg=name)
     requested = set().union(*results_of_calls(function, ARRAYS))
     parameters = {f"d_{name}" for name in ("w_in", "w_out", "b_in", "b_out", *NAMES)}
     assert requested & parameters == {f"d_{name}" for name in wanted} & parameters

@@ -1,6 +1,7 @@
 """CUDA graphs, streams, several devices in one process, and calls that do not wait for the device."""
 
 import concurrent.futures
+import copy
 import inspect
 
 import numpy as np
@@ -115,20 +116,32 @@ def on_cuda(value):
     if isinstance(value, np.ndarray):
         tensor = torch.from_numpy(value.copy()).to("cuda")
         return tensor.requires_grad_() if tensor.is_floating_point() else tensor
+    if isinstance(value, ab.Lora):
+        return ab.Lora(*map(on_cuda, value))
+    if type(value) is tuple:
+        return tuple(map(on_cuda, value))
+    if isinstance(value, torch.nn.Module):
+        return copy.deepcopy(value).to_empty(device="cuda")
     return plan(torch.from_numpy(EXPERTS).to("cuda"), E) if isinstance(value, ab.Plan) else value
 
 
 @pytest.mark.parametrize("function", CALLS, ids=lambda f: f.__name__)
 def test_nothing_waits_for_the_device(function):
-    given = {name: on_cuda(value) for name, value in CALLS[function].items()}
-    leaves = [v for v in given.values() if isinstance(v, torch.Tensor) and v.requires_grad]
+    def arguments():
+        return {name: on_cuda(value) for name, value in CALLS[function].items()}
+
+    given = arguments()
+    parts = [part for value in given.values() for part in (value if isinstance(value, tuple) else (value,))]
+    leaves = [part for part in parts if isinstance(part, torch.Tensor) and part.requires_grad]
 
     def tensors_of(result):
         parts = result if isinstance(result, tuple) else (result,)
         return [part for part in parts if isinstance(part, torch.Tensor) and part.requires_grad]
 
-    cotangents = [torch.ones_like(part) for part in tensors_of(function(**given))]
+    cotangents = [torch.ones_like(part) for part in tensors_of(function(**arguments()))]
     for mode in ("default", "error"):  # the first call lays out calls, loads kernels and allocates memory
+        if any(isinstance(value, torch.nn.Module) for value in given.values()):
+            given = arguments()  # a call may change a module
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode(mode)
         try:

@@ -22,6 +22,9 @@ struct WeightGradient {
   Precision precision = Precision::highest;
   bool accumulates = false;  // add to d_w, which must be float32
   bool shared = false;
+  // Not 0: the workspace still holds the segments of an earlier gradient of the same groups with use 0 and the same
+  // bounds. Every gradient has its own use, less than kSegmentUses.
+  int segment_use = 0;
   int64_t R = 0;
   int64_t E = 0;
   int64_t D = 0;

@@ -61,10 +61,11 @@ struct Split {
   int32_t count;
 };
 
+constexpr int kSegmentUses = 4;  // weight gradients that one list of segments serves
 struct SegmentCounts {
   int32_t segments;
   int32_t splits;
-  int32_t next_tile;  // tiles taken from the queue, beyond the first one per CTA
+  int32_t next_tile[kSegmentUses];  // tiles taken from the queue of each gradient, beyond the first one per CTA
 };
 
 // Upper bounds from static shapes.

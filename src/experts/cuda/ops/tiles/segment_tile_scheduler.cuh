@@ -31,7 +31,7 @@ class SegmentTileScheduler {
     if (segment_index >= segments_) return {.expert = kNoTile};
     const Segment segment = tiles_.list.segments[segment_index];
     // Take the next tile ahead of time, to hide the latency of the atomic.
-    if (lane_index() == 0) next_ = static_cast<int32_t>(gridDim.x) + atomicAdd(&tiles_.list.counts->next_tile, 1);
+    if (lane_index() == 0) next_ = static_cast<int32_t>(gridDim.x) + atomicAdd(tiles_.list.next_tile, 1);
     const TilePlace place = place_of(index - segment_index * count, tiles_.row_tiles, tiles_.column_tiles);
     return {.expert = segment.expert,
             .row = place.row * kRows,

@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kMaxThreads) list_segments(Groups groups, int3
       if (lane_index() >= distance) end += before;
     }
     places[lane_index()] = end - own;
-    if (lane_index() == kWarp - 1) *list.counts = {end, static_cast<int32_t>(parts >> 32), 0};
+    if (lane_index() == kWarp - 1) *list.counts = {end, static_cast<int32_t>(parts >> 32), {}};
   }
   __syncthreads();
   for_each_group(groups, max_length,
@@ -150,10 +150,11 @@ __global__ void __launch_bounds__(kAddThreads)
 
 }  // namespace
 
-SegmentList place_segments(const SegmentBounds& bounds, void* workspace) {
+SegmentList place_segments(const SegmentBounds& bounds, void* workspace, int use) {
   const SegmentLayout layout(bounds);
   char* memory = static_cast<char*>(workspace);
-  return {reinterpret_cast<SegmentCounts*>(memory), reinterpret_cast<Segment*>(memory + layout.segments),
+  auto* const counts = reinterpret_cast<SegmentCounts*>(memory);
+  return {counts, counts->next_tile + use, reinterpret_cast<Segment*>(memory + layout.segments),
           reinterpret_cast<Split*>(memory + layout.splits), reinterpret_cast<float*>(memory + layout.partials)};
 }
 

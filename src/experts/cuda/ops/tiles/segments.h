@@ -18,13 +18,14 @@ namespace anabranch::cuda {
 // Device pointers into the workspace.
 struct SegmentList {
   SegmentCounts* counts;
+  int32_t* next_tile;  // of counts
   Segment* segments;  // longest first
   Split* splits;
   float* partials;  // [partials, D, N]
 };
 
-// Lays out the list in the workspace, which must be 16-byte aligned.
-SegmentList place_segments(const SegmentBounds& bounds, void* workspace);
+// Lays out the list in the workspace, which must be 16-byte aligned. use: the index of the gradient.
+SegmentList place_segments(const SegmentBounds& bounds, void* workspace, int use);
 
 // Enqueues the kernel that fills the list.
 ab_status find_segments(const Groups& groups, const SegmentBounds& bounds, const SegmentList& list,
@@ -40,8 +41,10 @@ template <class F>
 ab_status sum_in_segments(const WeightGradient& g, void* workspace, int multiprocessors, cudaStream_t stream,
                           const F& launch) {
   const SegmentBounds bounds = bound_segments(g.R, g.E, g.D, g.N);
-  const SegmentList list = place_segments(bounds, workspace);
-  AB_RETURN_IF_ERROR(find_segments(groups_of(g.group_sizes, g.E, g.R), bounds, list, stream));
+  const SegmentList list = place_segments(bounds, workspace, g.segment_use);
+  if (g.segment_use == 0) {
+    AB_RETURN_IF_ERROR(find_segments(groups_of(g.group_sizes, g.E, g.R), bounds, list, stream));
+  }
   AB_RETURN_IF_ERROR(launch(bounds, list));
   if (bounds.partials == 0) return ok();
   return add_segment_sums(list, g.D * g.N, g.d_w.data, g.d_w.dtype, g.accumulates, multiprocessors, stream);

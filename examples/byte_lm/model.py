@@ -30,6 +30,7 @@ class ModelConfig:
     shared_experts: int
     aux_loss: float
     expert_bias: float
+    lora: int
     balance: str
     dtype: str
     parallel: Parallel | None
@@ -84,6 +85,8 @@ class Block(nnx.Module):
             balance="quantile" if config.balance == "quantile" else None,
             shared_features=config.shared_experts * config.hidden,
             aux_loss_coeff=config.aux_loss,
+            lora_rank=config.lora,
+            lora_alpha=2.0 * config.lora if config.lora else None,
             parallel=config.parallel,
             precision=config.precision,
             dtype=config.dtype,

@@ -51,6 +51,9 @@ class Options:
     balance: str = _option(
         "experts", "none", "quantile: every step sets the selection bias by quantiles", choices=("none", "quantile")
     )
+    lora: int = _option(
+        "experts", 0, "train adapters (LoRA) of this rank on the frozen model of --base, instead of a model; 0: none", 0
+    )
 
     steps: int = _option("training", 700, "total number of training steps", 1)
     batch: int = _option("training", 16, "windows of text per step", 1)
@@ -60,6 +63,7 @@ class Options:
     corpus: Path = _option("training", stdlib_folder(), "train on every *.py file below this folder")  # noqa: RUF009
 
     out: Path = _option("run", DEFAULT_OUT, "folder for checkpoints, pictures and summary.json")  # noqa: RUF009
+    base: str = _option("run", "", "with --lora: the --out folder of the run whose newest checkpoint is adapted")
     mesh: str = _option("run", "", "devices to train on, such as expert=2,data=2 (axes data, expert, tensor)")
     save_every: int = _option("run", 200, "steps between checkpoints", 1)
     held_out_bytes: int = _option("run", 1 << 18, "maximum number of held-out bytes for the final table", 1)
@@ -81,6 +85,8 @@ class Options:
         if self.balance == "quantile" and (self.expert_bias or self.topk == self.experts):
             got = f"--expert-bias {self.expert_bias}" if self.expert_bias else f"--topk {self.topk}, all experts"
             raise ValueError(f"--balance: got quantile with {got}, expected --expert-bias 0 and --topk below --experts")
+        if self.base and not self.lora:
+            raise ValueError(f"--base: got {self.base} without --lora, expected --lora RANK")
         sizes = parse_mesh(self.mesh)
         shards = sizes["data"] * sizes["expert"]
         for name, value, parts in (

@@ -11,6 +11,7 @@ from byte_lm import pictures
 from byte_lm.checkpoint import LOAD_MAP, LOSS_CURVE, SAMPLE, SUMMARY, History
 from byte_lm.data import Corpus
 from byte_lm.options import Options
+from byte_lm.step import TrainState
 
 #: Number of steps in "recent" figures.
 RECENT = 50
@@ -36,16 +37,17 @@ def bytes_per_second(options: Options, history: History) -> float:
     return options.batch * options.seq / float(np.median(history.seconds[-RECENT:]))
 
 
-def count_parameters(options: Options, params: Any) -> tuple[int, int]:
+def count_parameters(options: Options, state: TrainState) -> tuple[int, int]:
     """(number of all parameters, number of active parameters per byte)."""
-    total = sum(value.size for value in jax.tree.leaves(params))
-    expert = 3 * options.width * options.hidden
+    total = sum(value.size for value in jax.tree.leaves((state.params, state.frozen)))
+    expert = 3 * options.width * options.hidden + options.lora * (2 * options.width + 3 * options.hidden)
     return total, total - options.layers * (options.experts - options.topk) * expert
 
 
-def introduction(options: Options, corpus: Corpus, params: Any, done: int) -> str:
-    """The introduction; `params` may be shapes alone, `done` is the step of the checkpoint."""
-    total, active = count_parameters(options, params)
+def introduction(options: Options, corpus: Corpus, state: TrainState, done: int) -> str:
+    """The introduction; `state` may be shapes alone, `done` is the step of the checkpoint."""
+    total, active = count_parameters(options, state)
+    trained = sum(value.size for value in jax.tree.leaves(state.params))
     return "\n".join(
         [
             f"Corpus    {options.corpus}",
@@ -53,7 +55,8 @@ def introduction(options: Options, corpus: Corpus, params: Any, done: int) -> st
             f"{len(corpus.held_out) / 1e6:.2f} MB in {len(corpus.held_out_files)} files held out",
             f"Model     {options.layers} layers of width {options.width}, {options.experts} experts of width "
             f"{options.hidden}, {options.topk} per byte",
-            f"          {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M of them active per byte",
+            f"          {total / 1e6:.2f} M parameters, {active / 1e6:.2f} M of them active per byte"
+            + (f", {trained / 1e6:.2f} M trained (adapters of rank {options.lora})" if options.lora else ""),
             f"Training  {options.steps} steps of {options.batch} x {options.seq} bytes"
             + (f", resumed after step {done}" if done else ""),
             f"Output    {options.out}",
@@ -96,14 +99,14 @@ def curves(history: History) -> dict[str, Any]:
 def summarise(
     options: Options,
     corpus: Corpus,
-    params: Any,
+    state: TrainState,
     history: History,
     comparison: Comparison | None,
     sample: str | None,
 ) -> dict[str, Any]:
     """The run's figures as JSON values; `held_out` and `sample` are None in an unfinished run."""
     done = len(history.train_bits)
-    total, active = count_parameters(options, params)
+    total, active = count_parameters(options, state)
     return {
         "finished": done == options.steps,
         "steps": done,
@@ -130,7 +133,7 @@ def summarise(
 def write(
     options: Options,
     corpus: Corpus,
-    params: Any,
+    state: TrainState,
     history: History,
     comparison: Comparison | None = None,
     sample: str | None = None,
@@ -142,7 +145,7 @@ def write(
     folder = options.out
     pictures.draw_loss(folder / LOSS_CURVE, history, options.batch * options.seq, comparison)
     pictures.draw_loads(folder / LOAD_MAP, history, options.topk)
-    summary = summarise(options, corpus, params, history, comparison, sample)
+    summary = summarise(options, corpus, state, history, comparison, sample)
     (folder / SUMMARY).write_text(json.dumps(summary, indent=2) + "\n")
     written = [LOSS_CURVE, LOAD_MAP, SUMMARY]
     if sample is not None:

@@ -24,15 +24,17 @@ class TrainState(NamedTuple):
 
     Attributes:
       step: int32 scalar, steps done.
-      params: the model's parameters.
+      params: the parameters that are trained: all, or with --lora the factors of the adapters.
       router: the routers' state (selection biases), which the optimiser does not update.
       opt_state: the optimiser's state.
+      frozen: () or, with --lora, (the model's other parameters,).
     """
 
     step: jax.Array
     params: Any
     router: Any
     opt_state: Any
+    frozen: tuple[Any, ...] = ()
 
 
 class StepMetrics(NamedTuple):
@@ -69,7 +71,7 @@ class Program:
     @classmethod
     def of(cls, options: Options) -> "Program":
         """The program of these options; allocates no array."""
-        graph, *_ = nnx.split(nnx.eval_shape(lambda: _model(options)), nnx.Param, RouterState)
+        graph, *_ = nnx.split(nnx.eval_shape(lambda: _model(options)), *_kinds(options))
         return cls(options, graph, make_optimizer(options))
 
     def init(self) -> TrainState:
@@ -77,8 +79,12 @@ class Program:
         return jax.device_put(self._init(), self.shardings)
 
     def _init(self) -> TrainState:
-        _, params, router = nnx.split(_model(self.options), nnx.Param, RouterState)
-        return TrainState(jnp.zeros((), jnp.int32), params, router, self.optimizer.init(params))
+        _, params, *frozen, router = nnx.split(_model(self.options), *_kinds(self.options))
+        return TrainState(jnp.zeros((), jnp.int32), params, router, self.optimizer.init(params), tuple(frozen))
+
+    def adapt(self, base: TrainState) -> TrainState:
+        """The state before the first step of adapters on the model of `base`."""
+        return self.init()._replace(router=base.router, frozen=(base.params,))
 
     @functools.cached_property
     def shapes(self) -> TrainState:
@@ -111,19 +117,20 @@ class Program:
 
     def _train_step(self, state: TrainState, batch: jax.Array) -> tuple[TrainState, StepMetrics]:
         def loss_of(params: Any) -> tuple[jax.Array, tuple[jax.Array, Balance]]:
-            nats, aux_loss, balance = self._losses(params, state.router, batch)
+            nats, aux_loss, balance = self._losses((params, *state.frozen), state.router, batch)
             return nats.mean() + aux_loss, (nats.mean(), balance)
 
         grads, (nats, balance) = jax.grad(loss_of, has_aux=True)(state.params)
         updates, opt_state = self.optimizer.update(grads, state.opt_state, state.params)
-        model = nnx.merge(self.graph, optax.apply_updates(state.params, updates), state.router)
+        model = nnx.merge(self.graph, optax.apply_updates(state.params, updates), *state.frozen, state.router)
         model.update_biases(balance)
-        _, params, router = nnx.split(model, nnx.Param, RouterState)
-        return TrainState(state.step + 1, params, router, opt_state), StepMetrics(nats / math.log(2), balance.loads)
+        _, params, *frozen, router = nnx.split(model, *_kinds(self.options))
+        state = TrainState(state.step + 1, params, router, opt_state, tuple(frozen))
+        return state, StepMetrics(nats / math.log(2), balance.loads)
 
-    def _losses(self, params: Any, router: Any, batch: jax.Array) -> tuple[jax.Array, jax.Array, Balance]:
+    def _losses(self, params: tuple[Any, ...], router: Any, batch: jax.Array) -> tuple[jax.Array, jax.Array, Balance]:
         """(nats per predicted byte [B, seq], load-balance loss, statistics for the biases)."""
-        logits, aux_loss, balance = nnx.merge(self.graph, params, router)(batch[:, :-1])
+        logits, aux_loss, balance = nnx.merge(self.graph, *params, router)(batch[:, :-1])
         nats = optax.softmax_cross_entropy_with_integer_labels(logits, batch[:, 1:].astype(jnp.int32))
         return nats, aux_loss, balance
 
@@ -137,7 +144,7 @@ class Program:
         for begin in range(0, len(starts), size):
             chosen = starts[begin : begin + size]
             batch = windows(text, np.resize(chosen, size), self.options.seq)
-            nats = np.asarray(self._nats(state.params, state.router, self._put(batch)))
+            nats = np.asarray(self._nats((state.params, *state.frozen), state.router, self._put(batch)))
             total += float(nats[: len(chosen)].sum(dtype=np.float64))
         return total / (len(starts) * self.options.seq * math.log(2))
 
@@ -145,7 +152,12 @@ class Program:
         """float32 [1, S, 256]: logits of the byte after each of `tokens` [1, S]."""
         sizes = parse_mesh(self.options.mesh)
         repeated = jnp.broadcast_to(tokens, (sizes["data"] * sizes["expert"], tokens.shape[1]))  # once per shard
-        return nnx.merge(self.graph, state.params, state.router)(repeated)[0][:1]
+        return nnx.merge(self.graph, state.params, *state.frozen, state.router)(repeated)[0][:1]
+
+
+def _kinds(options: Options) -> tuple[Any, ...]:
+    """The variables of a model by kind: what is trained, with --lora what is frozen, the routers' state."""
+    return (nnx.LoRAParam, nnx.Param, RouterState) if options.lora else (nnx.Param, RouterState)
 
 
 def _model(options: Options) -> ByteLM:

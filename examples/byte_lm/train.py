@@ -5,12 +5,13 @@ import dataclasses
 import math
 import sys
 import time
+from pathlib import Path
 
 import jax
 import numpy as np
 
 from byte_lm import report
-from byte_lm.checkpoint import History, RunFolder
+from byte_lm.checkpoint import CONFIG, History, RunFolder
 from byte_lm.data import Corpus, held_out_starts, load_corpus, training_batch
 from byte_lm.interrupt import StopRequest
 from byte_lm.options import Options
@@ -60,6 +61,30 @@ def _run(options: Options, start: str, corpus: Corpus) -> "Run":
     return current
 
 
+def _base(options: Options) -> TrainState:
+    """The newest state of the run in the folder --base.
+
+    Raises:
+      RunError: there is none, or its model is another.
+    """
+    path = Path(options.base)
+    if not options.base or not (path / CONFIG).is_file():
+        raise RunError(f"--base: got {options.base or 'no folder'}, expected the --out folder of a run without --lora")
+    folder = RunFolder(path)
+    try:
+        base = folder.options()
+        for field in dataclasses.fields(options):
+            ours = 0 if field.name == "lora" else getattr(options, field.name)
+            theirs = getattr(base, field.name)
+            if field.metadata["group"] in ("model", "experts") and ours != theirs:
+                name = field.name.replace("_", "-")
+                raise RunError(f"--{name}: got {ours}, expected {theirs} as in the run in {path}")
+        base = dataclasses.replace(base, mesh=options.mesh)
+        return folder.restore(Program.of(base).shapes, (base.layers, base.experts))[0]
+    finally:
+        folder.close()
+
+
 @dataclasses.dataclass
 class Run:
     """A run in progress.
@@ -96,8 +121,10 @@ class Run:
         done = len(history.train_bits)
         if done > options.steps:
             raise RunError(f"--steps: got {options.steps}, expected at least {done}, the steps in {folder.path}")
-        print(report.introduction(options, corpus, shapes.params, done), flush=True)
-        return cls(options, corpus, folder, program, program.init() if state is None else state, history)
+        if state is None:
+            state = program.adapt(_base(options)) if options.lora else program.init()
+        print(report.introduction(options, corpus, shapes, done), flush=True)
+        return cls(options, corpus, folder, program, state, history)
 
     @property
     def done(self) -> int:
@@ -142,7 +169,7 @@ class Run:
         sample = self.sample() if finished else None
         if self.done:
             with as_run_error(f"could not write the report of {self.done} steps, all saved"):
-                report.write(self.options, self.corpus, self.state.params, self.history, comparison, sample)
+                report.write(self.options, self.corpus, self.state, self.history, comparison, sample)
         if not finished:
             print(f"Stopped after {self.done} of {self.options.steps} steps, all saved. The same command resumes.")
 

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 
@@ -35,12 +36,17 @@ def test_the_table_says_on_which_side_of_the_trigram_the_model_is():
     assert "50.0% above the trigram" in table(Comparison(1000, 3.0, 2.0), 3)
 
 
-def test_active_parameters_exclude_unselected_experts(options):
-    params = jax.eval_shape(Program.of(options).init).params
-    total, active = count_parameters(options, params)
-    assert total == sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
-    moe = params["blocks"][0]["moe"]
-    expert_parameters = math.prod(moe["w_in"].get_value().shape) + math.prod(moe["w_out"].get_value().shape)
+@pytest.mark.parametrize("lora", [0, 2])
+def test_active_parameters_exclude_unselected_experts(options, lora):
+    options = dataclasses.replace(options, lora=lora)
+    state = jax.eval_shape(Program.of(options).init)
+    total, active = count_parameters(options, state)
+    parts = (state.params, *state.frozen)
+    assert total == sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(parts))
+    of_experts = [
+        value.get_value() for part in parts for name, value in part["blocks"][0]["moe"].items() if name != "gate"
+    ]
+    expert_parameters = sum(math.prod(value.shape) for value in of_experts)
     assert total - active == options.layers * expert_parameters * (options.experts - options.topk) // options.experts
 
 

@@ -144,7 +144,8 @@ ab_status copy(std::span<const StridedCopy> copies, int multiprocessors, cudaStr
     if (of.shape[0] * of.shape[1] * of.shape[2] * of.shape[3] == 0) continue;
     AB_RETURN_IF_ERROR(prepare(of, &left.emplace_back()));
   }
-  while (!left.empty()) {  // one launch for the copies with the kernel of the first
+  // Each launch makes the copies that need the same kernel as the first one left.
+  while (!left.empty()) {
     const Copy first = left.front();
     const auto is_other = [&](const Copy& copy) {
       return copy.width != first.width || copy.of.from.dtype != first.of.from.dtype ||

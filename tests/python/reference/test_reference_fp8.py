@@ -21,7 +21,7 @@ equal = np.testing.assert_array_equal
 
 
 def bits(values):
-    """The bits of e4m3 numbers; all NaN are one."""
+    """The bits of e4m3 numbers; all NaNs count as the same number."""
     return np.where(np.isnan(values), 0x7F, np.asarray(values).astype(ml_dtypes.float8_e4m3fn).view(np.uint8))
 
 

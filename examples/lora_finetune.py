@@ -11,6 +11,7 @@ memory.
 """
 
 import argparse
+import os
 import sys
 import tempfile
 import time
@@ -32,8 +33,24 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     return options
 
 
+def keep_one_gpu(chosen: argparse.Namespace) -> None:
+    """Hides all GPUs but the chosen one: Trainer would spread the batch over all that it sees (DataParallel).
+
+    Has an effect only before torch is imported.
+    """
+    kind, _, index = (chosen.device or "cuda").partition(":")
+    if kind != "cuda" or not (index or "0").isdecimal():
+        return
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else []
+    place = int(index or 0)
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpus[place] if place < len(gpus) else str(place)
+    chosen.device = chosen.device and kind
+
+
 if __name__ == "__main__":
-    OPTIONS = parse()  # before imports that take seconds and may fail
+    OPTIONS = parse()
+    keep_one_gpu(OPTIONS)  # before imports that take seconds and may fail
 
 with needs("peft"):
     import peft

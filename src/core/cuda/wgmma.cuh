@@ -129,38 +129,36 @@ __device__ __forceinline__ uint32_t first_column_of_ones() {
 
 // LAST: the index of the last group of 8 accumulators. A ... TRANSPOSE_B: operand numbers, which follow those of the
 // accumulators.
-#define AB_WGMMA_OF(COLUMNS, ELEMENT, TYPE, LAST, A, B, FLAG, HIGH, TRANSPOSE_A, TRANSPOSE_B)                    \
-  template <Major kMajorA, Major kMajorB>                                                                        \
-  struct Wgmma<COLUMNS, kMajorA, kMajorB, ELEMENT> {                                                             \
-    static __device__ __forceinline__ void begin(float (&d)[COLUMNS / 2], Descriptor a, Descriptor b,            \
-                                                 int accumulate) {                                               \
-      asm volatile(AB_WGMMA_TEXT(COLUMNS, TYPE, LAST, A, B, FLAG, HIGH, TRANSPOSE_A, TRANSPOSE_B, "", "flag")    \
-                   : AB_D##LAST                                                                                  \
-                   : "r"(a), "r"(b), "r"(accumulate), "n"(kDescriptorHigh), "n"(static_cast<int>(kMajorA)),      \
-                     "n"(static_cast<int>(kMajorB)));                                                            \
-    }                                                                                                            \
-    static __device__ __forceinline__ void begin_if(int there, float (&d)[COLUMNS / 2], Descriptor a,            \
-                                                    Descriptor b) {                                              \
-      asm volatile(AB_WGMMA_TEXT(COLUMNS, TYPE, LAST, A, B, FLAG, HIGH, TRANSPOSE_A, TRANSPOSE_B, "@flag ", "1") \
-                   : AB_D##LAST                                                                                  \
-                   : "r"(a), "r"(b), "r"(there), "n"(kDescriptorHigh), "n"(static_cast<int>(kMajorA)),           \
-                     "n"(static_cast<int>(kMajorB)));                                                            \
-    }                                                                                                            \
+#define AB_WGMMA_OF(COLUMNS, ELEMENT, TYPE, LAST, A, B, FLAG, HIGH, TRANSPOSE_A, TRANSPOSE_B)                         \
+  template <Major kMajorA, Major kMajorB>                                                                             \
+  struct Wgmma<COLUMNS, kMajorA, kMajorB, ELEMENT> {                                                                  \
+    static __device__ __forceinline__ void begin(float (&d)[COLUMNS / 2], Descriptor a, Descriptor b,                 \
+                                                 int accumulate) {                                                    \
+      asm volatile(AB_WGMMA_TEXT(COLUMNS, TYPE, LAST, A, B, FLAG, HIGH, TRANSPOSE_A, TRANSPOSE_B, "", "flag")         \
+                   : AB_D##LAST                                                                                       \
+                   : "r"(a), "r"(b), "r"(accumulate), "n"(kDescriptorHigh), "n"(static_cast<int>(kMajorA)),           \
+                     "n"(static_cast<int>(kMajorB)));                                                                 \
+    }                                                                                                                 \
+    static __device__ __forceinline__ void begin_if(int there, float (&d)[COLUMNS / 2], Descriptor a, Descriptor b) { \
+      asm volatile(AB_WGMMA_TEXT(COLUMNS, TYPE, LAST, A, B, FLAG, HIGH, TRANSPOSE_A, TRANSPOSE_B, "@flag ", "1")      \
+                   : AB_D##LAST                                                                                       \
+                   : "r"(a), "r"(b), "r"(there), "n"(kDescriptorHigh), "n"(static_cast<int>(kMajorA)),                \
+                     "n"(static_cast<int>(kMajorB)));                                                                 \
+    }                                                                                                                 \
   }
 // GUARD "@flag ": issue the MMA only if the flag is set. SCALE_D "flag": add to d only if it is set.
-#define AB_WGMMA_TEXT(COLUMNS, TYPE, LAST, A, B, FLAG, HIGH, TRANSPOSE_A, TRANSPOSE_B, GUARD, SCALE_D) \
-  "{\n"                                                                                                \
-  ".reg .pred flag;\n"                                                                                 \
-  ".reg .b64 a, b;\n"                                                                                  \
-  "setp.ne.b32 flag, " FLAG                                                                            \
-  ", 0;\n"                                                                                             \
-  "mov.b64 a, {" A ", " HIGH                                                                           \
-  "};\n"                                                                                               \
-  "mov.b64 b, {" B ", " HIGH                                                                           \
-  "};\n" GUARD "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE " {" AB_R##LAST   \
-  "}, a, b, " SCALE_D ", 1, 1, " TRANSPOSE_A ", " TRANSPOSE_B                                          \
-  ";\n"                                                                                                \
-  "}\n"
+#define AB_WGMMA_TEXT(COLUMNS, TYPE, LAST, A, B, FLAG, HIGH, TRANSPOSE_A, TRANSPOSE_B, GUARD, SCALE_D)          \
+  "{\n"                                                                                                         \
+  ".reg .pred flag;\n"                                                                                          \
+  ".reg .b64 a, b;\n"                                                                                           \
+  "setp.ne.b32 flag, " FLAG                                                                                     \
+  ", 0;\n"                                                                                                      \
+  "mov.b64 a, {" A ", " HIGH                                                                                    \
+  "};\n"                                                                                                        \
+  "mov.b64 b, {" B ", " HIGH "};\n" GUARD "wgmma.mma_async.sync.aligned.m64n" #COLUMNS "k16.f32." TYPE "." TYPE \
+  " {" AB_R##LAST "}, a, b, " SCALE_D ", 1, 1, " TRANSPOSE_A ", " TRANSPOSE_B                                   \
+                  ";\n"                                                                                         \
+                  "}\n"
 // A, B, ACCUMULATE, HIGH: operand numbers.
 #define AB_WGMMA8(COLUMNS, LAST, A, B, ACCUMULATE, HIGH)                                              \
   template <>                                                                                         \

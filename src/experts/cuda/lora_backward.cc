@@ -150,8 +150,8 @@ ab_status LoraBackward::compute_gradients(const Rows& rows, const Device& device
   Gradients gradients(rows.scratch, device, stream);
   const auto low_rank = [&](void* low_rank_rows) { return Floats(low_rank_rows, s_.dtype); };
   if (args_.d_lora_a_out != nullptr) {
-    AB_RETURN_IF_ERROR(gradients.compute(
-        gradient(rows, rows.weighted_a, s_.F, low_rank(v_out_), s_.rank_out, *args_.d_lora_a_out)));
+    AB_RETURN_IF_ERROR(
+        gradients.compute(gradient(rows, rows.weighted_a, s_.F, low_rank(v_out_), s_.rank_out, *args_.d_lora_a_out)));
   }
   if (args_.d_lora_b_out != nullptr) {
     const LowRankRows z{

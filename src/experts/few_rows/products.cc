@@ -44,8 +44,9 @@ bool supports(const Up& up) {
 }
 
 bool supports(const RowsProduct& p) {
-  return p.low_rank.rank == 0 && !p.thin && p.transposed && is_16_bit(p.dtype) && sizes_fit({p.R, p.E, p.D, p.stored_columns()}) &&
-         is_small_m(p.R, p.E, p.stored_columns(), p.D) && are_aligned_chunks(p.x, p.D) && are_aligned_chunks(p.w, p.D);
+  return p.low_rank.rank == 0 && !p.thin && p.transposed && is_16_bit(p.dtype) &&
+         sizes_fit({p.R, p.E, p.D, p.stored_columns()}) && is_small_m(p.R, p.E, p.stored_columns(), p.D) &&
+         are_aligned_chunks(p.x, p.D) && are_aligned_chunks(p.w, p.D);
 }
 
 }  // namespace anabranch::cuda::few_rows

@@ -50,8 +50,8 @@ ab_status launch_intermediate_gradient(const IntermediateGradient& g, int multip
       product;
   AB_RETURN_IF_ERROR(prepare_rows<Shape::kRows>("d_out", g.d_y, g.map, s.D, &product.a));
   AB_RETURN_IF_ERROR(prepare_intermediate_gradient_weights(g, static_cast<Weights*>(&product.b)));
-  AB_RETURN_IF_ERROR(prepare_low_rank<Shape::kRows>(
-      g.low_rank, g.d_y.dtype, s.E, &product.b, [&](int64_t E, Weights* factor) {
+  AB_RETURN_IF_ERROR(
+      prepare_low_rank<Shape::kRows>(g.low_rank, g.d_y.dtype, s.E, &product.b, [&](int64_t E, Weights* factor) {
         IntermediateGradient factors = g;
         factors.w_out = {const_cast<void*>(g.low_rank.b), g.d_y.dtype};
         factors.s.E = E;

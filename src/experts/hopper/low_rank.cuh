@@ -17,8 +17,7 @@ ab_status prepare_low_rank(const LowRank& term, int32_t dtype, int64_t E, LowRan
                            const PrepareFactor& prepare_factor) {
   operand->low_rank_steps = static_cast<int32_t>(ceil_div(term.rank, kWgmmaK));
   if (term.rank == 0) return ok();
-  AB_RETURN_IF_ERROR(
-      prepare_rows<kRows>("u", {const_cast<void*>(term.u), dtype}, RowMap{}, term.rank, &operand->u));
+  AB_RETURN_IF_ERROR(prepare_rows<kRows>("u", {const_cast<void*>(term.u), dtype}, RowMap{}, term.rank, &operand->u));
   operand->b.expert_stride = term.shared ? 0 : 1;
   return prepare_factor(term.shared ? 1 : E, static_cast<Weights*>(&operand->b));
 }

@@ -108,13 +108,12 @@ __device__ __forceinline__ void load_k_blocks(OperandRing<Shape>& ring, const Op
     const int low_rank_blocks = b.low_rank_blocks();
 #pragma unroll 1
     for (int k_block = 0; k_block < low_rank_blocks; ++k_block) {
-      load_by_tma(b.u.template bytes<Shape::kRows>(tile) + b.b.template bytes<Shape::kColumns>(tile),
-                  [&](Barrier& full, const auto& multicast) {
-                    b.u.template load<Shape::kRows>(shared_address(ring.a[at.stage]), full, tile, k_block,
-                                                    Multicast<1>{});
-                    b.b.template load<Shape::kColumns>(shared_address(ring.b[at.stage]), full, tile, k_block,
-                                                       multicast);
-                  });
+      load_by_tma(
+          b.u.template bytes<Shape::kRows>(tile) + b.b.template bytes<Shape::kColumns>(tile),
+          [&](Barrier& full, const auto& multicast) {
+            b.u.template load<Shape::kRows>(shared_address(ring.a[at.stage]), full, tile, k_block, Multicast<1>{});
+            b.b.template load<Shape::kColumns>(shared_address(ring.b[at.stage]), full, tile, k_block, multicast);
+          });
     }
   }
 }

@@ -216,9 +216,7 @@ struct LowRankOperand : OperandB {
   FactorOperand<Weights> b;  // [E or 1, rank, columns]
   int32_t low_rank_steps;    // MMAs along the rank, of kWgmmaK each; 0: no term
 
-  __device__ int low_rank_blocks() const {
-    return (low_rank_steps + kBlockK / kWgmmaK - 1) / (kBlockK / kWgmmaK);
-  }
+  __device__ int low_rank_blocks() const { return (low_rank_steps + kBlockK / kWgmmaK - 1) / (kBlockK / kWgmmaK); }
 
   __device__ void prefetch_maps() const {
     OperandB::prefetch_maps();

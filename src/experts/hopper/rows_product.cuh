@@ -50,8 +50,8 @@ ab_status prepare_rows_product(const RowsProduct& p,
                                RowsProductOf<Shape, Element, OperandA, kMajorB, Epilogue>* product) {
   using Weights = WeightOperand<kMajorB>;
   AB_RETURN_IF_ERROR((prepare_weights<Shape, kMajorB>(p, p.w, p.E, p.D, static_cast<Weights*>(&product->b))));
-  AB_RETURN_IF_ERROR(prepare_low_rank<Shape::kRows>(
-      p.low_rank, p.dtype, p.E, &product->b, [&](int64_t E, Weights* factor) {
+  AB_RETURN_IF_ERROR(
+      prepare_low_rank<Shape::kRows>(p.low_rank, p.dtype, p.E, &product->b, [&](int64_t E, Weights* factor) {
         return prepare_weights<Shape, kMajorB>(p, p.low_rank.b, E, p.low_rank.rank, factor);
       }));
   product->b.bias_blocks = p.bias == nullptr || p.weighs_bias() ? 0 : 1;

@@ -67,8 +67,8 @@ ab_status launch_up(const Up& up, int multiprocessors, cudaStream_t stream) {
   AB_RETURN_IF_ERROR(prepare_up_weights<Shape>(up, static_cast<Weights*>(&product.b)));
   product.b.bias_blocks = up.b_in.data == nullptr ? 0 : 1;
   if (up.b_in.data != nullptr) AB_RETURN_IF_ERROR(prepare_up_bias(up, &product.b.bias));
-  AB_RETURN_IF_ERROR(prepare_low_rank<Shape::kRows>(
-      up.low_rank, up.x.dtype, s.E, &product.b, [&](int64_t E, Weights* factor) {
+  AB_RETURN_IF_ERROR(
+      prepare_low_rank<Shape::kRows>(up.low_rank, up.x.dtype, s.E, &product.b, [&](int64_t E, Weights* factor) {
         Up factors = up;
         factors.w_in = {const_cast<void*>(up.low_rank.b), up.x.dtype};
         factors.s.E = E;

@@ -19,7 +19,7 @@ namespace anabranch::cuda {
 struct SegmentList {
   SegmentCounts* counts;
   int32_t* next_tile;  // of counts
-  Segment* segments;  // longest first
+  Segment* segments;   // longest first
   Split* splits;
   float* partials;  // [partials, D, N]
 };

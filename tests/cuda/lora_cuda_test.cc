@@ -54,6 +54,42 @@ TEST_F(LoraCuda, AnyRank) {
   }
 }
 
+// Multiples of a k-block, with and without a rest.
+TEST_F(LoraCuda, WholeBlocksOfTheRank) {
+  for (const auto& [r, q] : {std::pair<int64_t, int64_t>{64, 72}, {128, 64}}) {
+    LoraCase l = small_case(AB_BFLOAT16, true);
+    l.r = r;
+    l.q = q;
+    check(l);
+    if (HasFatalFailure()) return;
+  }
+}
+
+// The kernels for few rows, which need weights with the contraction innermost.
+TEST_F(LoraCuda, FewRows) {
+  unsigned seed = 0;
+  for (int layout = 0; layout < static_cast<int>(kLayouts.size()); ++layout) {
+    for (const int64_t r : {16, 40}) {
+      FfnCase c{{1, 0, 2, 3, 0, 1}, 8, 32, 40, ++seed % 3 == 0 ? 1 : 2, 4, 2};
+      c.dtype = seed % 2 == 0 ? AB_BFLOAT16 : AB_FLOAT16;
+      c.layout = layout;
+      c.activation = c.P == 2 ? AB_SWIGLU_OAI : AB_GELU;
+      c.weighting = static_cast<Weighting>(seed % 3);
+      c.biases = seed % 2 == 0;
+      check({.c = c, .r = r, .q = 8, .shared = seed * 5 % 16}, seed);
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+// Shared factors have gradients, which are zero, without any expert.
+TEST_F(LoraCuda, SharedFactorsWithoutExperts) {
+  LoraCase l = small_case(AB_BFLOAT16, true);
+  l.c.sizes = {};
+  l.shared = 15;
+  check(l);
+}
+
 TEST_F(LoraCuda, Tf32IsCloseToTheCpu) {
   LoraCase l = small_case(AB_FLOAT32, true);
   l.c.precision = AB_PRECISION_TF32;

@@ -126,7 +126,8 @@ class Gradients {
       : scratch_(scratch), device_(device), stream_(stream) {}
 
   ab_status compute(WeightGradient gradient) {
-    if (gradient.E * gradient.D * gradient.N == 0) return ok();
+    const int64_t matrices = gradient.shared ? 1 : gradient.E;
+    if (matrices * gradient.D * gradient.N == 0) return ok();
     const SegmentBounds bounds = bound_segments(gradient.R, gradient.E, gradient.D, gradient.N);
     const bool same = !gradient.shared && next_use_ > 0 && bounds.rows == rows_ && next_use_ < kSegmentUses;
     gradient.segment_use = same ? next_use_ : 0;

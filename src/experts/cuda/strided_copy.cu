@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstddef>
 #include <vector>
 
 #include "core/cuda/divisor.h"
@@ -87,6 +88,9 @@ void merge_axes(StridedCopy* copy) {
   for (int outer = 2; outer >= 0; --outer) {
     int inner = outer + 1;
     while (inner < 3 && copy->shape[inner] == 1) ++inner;
+    // A matrix, everything below axis 0, must stay small enough to count.
+    const int64_t all = copy->shape[0] * copy->shape[1] * copy->shape[2] * copy->shape[3];
+    if (outer == 0 && all > kMaxRow) break;
     const bool adjacent = copy->from_strides[outer] == copy->shape[inner] * copy->from_strides[inner] &&
                           copy->to_strides[outer] == copy->shape[inner] * copy->to_strides[inner];
     if (copy->shape[inner] == 1) {
@@ -152,7 +156,7 @@ ab_status copy(std::span<const StridedCopy> copies, int multiprocessors, cudaStr
              copy.of.to.dtype != first.of.to.dtype;
     };
     const auto same = std::stable_partition(left.begin(), left.end(), is_other);
-    const auto begin = std::max(same, left.end() - kMaxCopies);
+    const auto begin = left.end() - std::min<std::ptrdiff_t>(left.end() - same, kMaxCopies);
     Copies all{};
     int64_t pieces = 0;
     for (int i = 0; i < kMaxCopies; ++i) {

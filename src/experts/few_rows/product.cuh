@@ -17,6 +17,7 @@
 #include "core/cuda/dynamic_memory.cuh"
 #include "core/cuda/launch.h"
 #include "core/cuda/mma.cuh"
+#include "experts/cuda/ops/low_rank.h"
 #include "experts/cuda/ops/row_map.h"
 #include "experts/cuda/ops/tiles/groups.h"
 #include "experts/cuda/ops/tiles/tile.cuh"
@@ -45,15 +46,21 @@ struct StoredColumns {
   }
 };
 
-struct Product {
+// Operands of a GEMM with contractions of length k.
+struct Operands {
   const void* x = nullptr;  // rows of k elements
   bool gathers = false;     // x is indexed by the tokens of the assignments
+  const void* w = nullptr;  // matrices of rows of k elements
+  int64_t matrix = 0;       // elements from one expert's matrix to the next; 0: one matrix for all experts
+  int32_t k = 0;
+};
+
+struct Product {
+  Operands main;
+  Operands low_rank;  // the term u B of an adapter, added to the same sums; k = 0: none
   RowMap map;
   Groups groups{};
-  const void* w = nullptr;  // E matrices of rows of k elements
-  int64_t matrix = 0;       // elements per matrix
   StoredColumns columns;
-  int32_t k = 0;
   bool skips_rest = false;
   int32_t slices = 0;        // units per range of rows; set by launch_product()
   bool has_padding = false;  // groups contain padding rows; set by launch_product()
@@ -114,17 +121,25 @@ __device__ __forceinline__ int32_t list_rows(const Product& p, UnitRows* list) {
 template <class Element>
 class WarpSum {
  public:
-  __device__ __forceinline__ WarpSum(const Product& p, const UnitRows& rows, int32_t column)
-      : k_(p.k), lane_k_(8 * (lane_index() % 4)) {
+  __device__ __forceinline__ WarpSum(const Product& p, const Operands& of, const UnitRows& rows, int32_t column)
+      : k_(of.k), lane_k_(8 * (lane_index() % 4)) {
     const int own = lane_index() / 4;
     const int32_t row = min(rows.begin + own, rows.end - 1);
-    const int32_t source = p.gathers ? p.map.source_of(max(p.map.slot_of(row), 0)) : row;
-    x_ = static_cast<const Element*>(p.x) + int64_t{source} * p.k;
-    const auto* const matrix = static_cast<const Element*>(p.w) + rows.expert * p.matrix;
+    const int32_t source = of.gathers ? p.map.source_of(max(p.map.slot_of(row), 0)) : row;
+    x_ = static_cast<const Element*>(of.x) + int64_t{source} * of.k;
+    const auto* const matrix = static_cast<const Element*>(of.w) + rows.expert * of.matrix;
 #pragma unroll
-    for (int part = 0; part < 2; ++part) w_[part] = matrix + p.columns.stored(column + own, part) * p.k;
+    for (int part = 0; part < 2; ++part) w_[part] = matrix + p.columns.stored(column + own, part) * of.k;
   }
 
+  // Adds the warp's share of the steps to the sums.
+  template <int kWarps>
+  __device__ __forceinline__ void run(float (&sums)[4]) const {
+    const int steps = (k_ + kDepth - 1) / kDepth;
+    run(steps * warp_index() / kWarps, steps * (warp_index() + 1) / kWarps, sums);
+  }
+
+ private:
   __device__ __forceinline__ void run(int step, int end, float (&sums)[4]) const {
 #pragma unroll 1
     for (; step + kAhead <= min(end, k_ / kDepth); step += kAhead) add<true>(step, end, sums);
@@ -132,7 +147,6 @@ class WarpSum {
     for (; step < end; step += kAhead) add<false>(step, end, sums);
   }
 
- private:
   // kAll: all steps from `step` on are in bounds for all lanes.
   template <bool kAll>
   __device__ __forceinline__ void add(int step, int end, float (&sums)[4]) const {
@@ -182,9 +196,6 @@ __global__ void __launch_bounds__(kWarps* kWarp, kThreadsPerSm / (kWarps * kWarp
   wait_for_previous_kernel();
   let_next_kernel_start();
   const int32_t units = list_rows(p, list) * p.slices;
-  const int steps = (p.k + kDepth - 1) / kDepth;
-  const int begin = steps * warp_index() / kWarps;
-  const int end = steps * (warp_index() + 1) / kWarps;
 
 #pragma unroll 1
   for (auto unit = static_cast<int32_t>(blockIdx.x); unit < units; unit += static_cast<int32_t>(gridDim.x)) {
@@ -199,7 +210,8 @@ __global__ void __launch_bounds__(kWarps* kWarp, kThreadsPerSm / (kWarps * kWarp
     const int32_t slot = writes && sums_up ? p.map.slot_of(row) : -1;
     if (sums_up) {
       float warp_sums[4] = {};
-      WarpSum<Element>(p, rows, column).run(begin, end, warp_sums);
+      WarpSum<Element>(p, p.main, rows, column).template run<kWarps>(warp_sums);
+      if (p.low_rank.k > 0) WarpSum<Element>(p, p.low_rank, rows, column).template run<kWarps>(warp_sums);
       sums[warp_index()][lane_index()] = {warp_sums[0], warp_sums[1], warp_sums[2], warp_sums[3]};
     }
     __syncthreads();
@@ -224,6 +236,13 @@ __global__ void __launch_bounds__(kWarps* kWarp, kThreadsPerSm / (kWarps * kWarp
   }
 }
 
+// The low-rank term of a GEMM with `columns` stored columns.
+inline Operands operands_of(const LowRank& term, int64_t columns) {
+  if (term.rank == 0) return {};
+  return {
+      .x = term.u, .w = term.b, .matrix = term.shared ? 0 : term.rank * columns, .k = static_cast<int32_t>(term.rank)};
+}
+
 template <class Element, int kWarps, class Epilogue>
 ab_status launch_product(const char* name, Product p, const Epilogue& epilogue, int multiprocessors,
                          cudaStream_t stream) {
@@ -246,9 +265,9 @@ ab_status launch_product(const char* name, int32_t dtype, const Product& p, cons
   constexpr int32_t kLong = 12 << 10;
   constexpr int32_t kMedium = 7 << 9;
   const auto with_element = [&]<class Element>() {
-    const auto kernel = p.k >= kLong     ? launch_product<Element, 16, Epilogue>
-                        : p.k >= kMedium ? launch_product<Element, 8, Epilogue>
-                                         : launch_product<Element, 4, Epilogue>;
+    const auto kernel = p.main.k >= kLong     ? launch_product<Element, 16, Epilogue>
+                        : p.main.k >= kMedium ? launch_product<Element, 8, Epilogue>
+                                              : launch_product<Element, 4, Epilogue>;
     return kernel(name, p, epilogue, multiprocessors, stream);
   };
   return dtype == AB_BFLOAT16 ? with_element.template operator()<BFloat16>()

@@ -34,17 +34,24 @@ bool are_aligned_chunks(const void* data, int64_t k) {
   return reinterpret_cast<uintptr_t>(data) % 16 == 0 && k % 8 == 0;
 }
 
+// A low-rank term must have rows and factors of whole, aligned 16-byte chunks too.
+bool is_aligned(const LowRank& term) {
+  return term.rank == 0 ||
+         (sizes_fit({term.rank}) && are_aligned_chunks(term.u, term.rank) && are_aligned_chunks(term.b, term.rank));
+}
+
 }  // namespace
 
 bool supports(const Up& up) {
   const FfnSizes& s = up.s;
-  return up.low_rank.rank == 0 && s.layout.in_transposed && is_16_bit(up.x.dtype) && up.w_in.dtype == up.x.dtype &&
+  return is_aligned(up.low_rank) && s.layout.in_transposed && is_16_bit(up.x.dtype) && up.w_in.dtype == up.x.dtype &&
          sizes_fit({s.R, s.E, s.D, s.P * s.F}) && is_small_m(s.R, s.E, s.P * s.F, s.D) && up.map.sources() > 0 &&
          are_aligned_chunks(up.x.data, s.D) && are_aligned_chunks(up.w_in.data, s.D);
 }
 
 bool supports(const RowsProduct& p) {
-  return p.low_rank.rank == 0 && !p.thin && p.transposed && is_16_bit(p.dtype) &&
+  const bool has_sources = !p.gathers_x || p.map.sources() > 0;
+  return is_aligned(p.low_rank) && has_sources && p.transposed && is_16_bit(p.dtype) &&
          sizes_fit({p.R, p.E, p.D, p.stored_columns()}) && is_small_m(p.R, p.E, p.stored_columns(), p.D) &&
          are_aligned_chunks(p.x, p.D) && are_aligned_chunks(p.w, p.D);
 }

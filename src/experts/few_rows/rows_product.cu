@@ -13,7 +13,7 @@ struct WriteRows {
     float value = 0.0f;
     if (slot >= 0) {
       const float weight = p.weights[slot];
-      value = p.weight_early ? sum : weight * sum;
+      value = p.factor * (p.weight_early ? sum : weight * sum);
       if (p.bias != nullptr) {
         value += weight * Floats(const_cast<void*>(p.bias), p.dtype)[expert * p.stored_columns() + column];
       }
@@ -26,13 +26,15 @@ struct WriteRows {
 
 ab_status launch_gemm(const RowsProduct& p, int multiprocessors, cudaStream_t stream) {
   Product product;
-  product.x = p.x;
+  product.main = {.x = p.x,
+                  .gathers = p.gathers_x && p.map.by_slot,
+                  .w = p.w,
+                  .matrix = p.shared_w ? 0 : p.D * p.stored_columns(),
+                  .k = static_cast<int32_t>(p.D)};
+  product.low_rank = operands_of(p.low_rank, p.stored_columns());
   product.map = p.map;
   product.groups = groups_of(p.group_sizes, p.E, p.R);
-  product.w = p.w;
-  product.matrix = p.D * p.stored_columns();
   product.columns.columns = static_cast<int32_t>(p.N);
-  product.k = static_cast<int32_t>(p.D);
   product.skips_rest = p.skips_rest;
   return launch_product("grouped GEMM", p.dtype, product, WriteRows{p}, multiprocessors, stream);
 }

@@ -35,14 +35,15 @@ struct WriteUp {
 ab_status launch_gemm(const Up& up, int multiprocessors, cudaStream_t stream) {
   const FfnSizes& s = up.s;
   Product product;
-  product.x = up.x.data;
-  product.gathers = up.map.by_slot;
+  product.main = {.x = up.x.data,
+                  .gathers = up.map.by_slot,
+                  .w = up.w_in.data,
+                  .matrix = s.D * s.P * s.F,
+                  .k = static_cast<int32_t>(s.D)};
+  product.low_rank = operands_of(up.low_rank, s.P * s.F);
   product.map = up.map;
   product.groups = groups_of(up.group_sizes, s.E, s.R);
-  product.w = up.w_in.data;
-  product.matrix = s.D * s.P * s.F;
   product.columns = {static_cast<int32_t>(s.F), s.P == 2, s.P == 2 && s.layout.interleaved, static_cast<int32_t>(s.F)};
-  product.k = static_cast<int32_t>(s.D);
   product.skips_rest = up.skips_rest;
   return launch_product("up GEMM", up.x.dtype, product, WriteUp{up}, multiprocessors, stream);
 }

@@ -60,7 +60,7 @@ COMMANDS = {
 } | {
     path.stem: ("file", str(path))
     for path in sorted(EXAMPLES.glob("*.py"))
-    if "argparse" in path.read_text()
+    if all(part in path.read_text() for part in ("argparse", '__name__ == "__main__"'))
 }  # fmt: skip
 
 
@@ -85,6 +85,7 @@ def test_help(command):
         ("generate", (), "No module named 'jax'. In the folder of the repository: pip install '.[demo]'"),
         ("expert_parallel", (), "No module named 'jax'. In the folder of the repository: pip install '.[demo]'"),
         ("port_checkpoint", (), "'jax'. In the folder of the repository: pip install '.[jax,checkpoints]'"),
+        ("lora_finetune", (), "'peft'. In the folder of the repository: pip install '.[peft]'"),
         ("transformers_finetune", (), "'torch'. In the folder of the repository: pip install '.[transformers]'"),
     ],
 )

@@ -85,7 +85,7 @@ def test_help(command):
         ("generate", (), "No module named 'jax'. In the folder of the repository: pip install '.[demo]'"),
         ("expert_parallel", (), "No module named 'jax'. In the folder of the repository: pip install '.[demo]'"),
         ("port_checkpoint", (), "'jax'. In the folder of the repository: pip install '.[jax,checkpoints]'"),
-        ("lora_finetune", (), "'peft'. In the folder of the repository: pip install '.[peft]'"),
+        ("lora_finetune", (), "'transformers'. In the folder of the repository: pip install '.[peft]'"),
         ("transformers_finetune", (), "'torch'. In the folder of the repository: pip install '.[transformers]'"),
     ],
 )

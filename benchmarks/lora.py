@@ -102,6 +102,7 @@ def _peak_mib(call: Call, device: str) -> float | None:
 def _row(
     shape: LayerShape, dtype: str, options: argparse.Namespace, kind: str, rank: int, frozen: float | None
 ) -> dict[str, Any]:
+    """Measures one implementation. frozen: milliseconds of both passes of the frozen layer, if known."""
     torch = timing.torch_on(options.device)
     count = timing.sets_past_cache(options.device, shape.operand_bytes(ITEMSIZES[dtype]), least=1)
     make = functools.partial(_case, shape, dtype, options.device, kind, rank, options.shared)

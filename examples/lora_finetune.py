@@ -71,7 +71,7 @@ class Recorder(Trainer):
         self.run, self.bar, self.begin = finetune.Run([], []), bar, time.perf_counter()
 
     def training_step(self, *arguments: object, **options: object) -> torch.Tensor:
-        """One step: forward, backward; the optimizer's step belongs to the time of the next one."""
+        """Runs the forward and backward pass. The time of the optimizer's step counts in the next step."""
         loss = super().training_step(*arguments, **options)
         self.run.losses.append(float(loss))  # synchronises with the device
         now = time.perf_counter()

@@ -115,7 +115,7 @@ bool has_vectors(const StridedCopy& copy, int width) {
   return aligned(copy.from) && aligned(copy.to);
 }
 
-// Orders and merges the axes, and counts.
+// Orders and merges the axes of a copy, and counts its vectors.
 ab_status prepare(const StridedCopy& of, Copy* copy) {
   std::array<int, 4> axes = {0, 1, 2, 3};
   std::stable_sort(axes.begin(), axes.end(), [&](int a, int b) { return of.to_strides[a] > of.to_strides[b]; });

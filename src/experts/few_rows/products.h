@@ -12,7 +12,7 @@ namespace anabranch::cuda::few_rows {
 
 // Whether these kernels take the GEMM: at most 4 rows per expert on average and 2e9 elements of weights to read,
 // weights with the contraction innermost (as in checkpoints), 16-bit elements, and aligned rows of whole 16-byte
-// chunks.
+// chunks. The rows and factors of a low-rank term must consist of such chunks too.
 bool supports(const Up& up);
 bool supports(const RowsProduct& product);
 

@@ -27,7 +27,7 @@ struct ScaleBiasEpilogue;
 template <Major kMajorB, template <class> class Epilogue>
 ab_status launch_rows_product(const RowsProduct& product, TileChoice tile, int multiprocessors, cudaStream_t stream);
 
-// GEMMs with few columns, and the options that only these have.
+// GEMMs of low-rank rows (RowsProduct::thin). kMajorB: of the factor; mn as stored, k transposed.
 template <Major kMajorB>
 ab_status launch_thin_product(const RowsProduct& product, TileChoice tile, int multiprocessors, cudaStream_t stream);
 

@@ -7,8 +7,8 @@
 
 namespace anabranch::cuda::hopper {
 
-// Tile shapes with kernels, as rows x columns. tile_shape.cuh defines their schedules. Only GEMMs with few columns have
-// kernels for the last.
+// Tile shapes with kernels, as rows x columns. tile_shape.cuh defines their schedules. Only thin GEMMs and
+// weight gradients with few columns have kernels for the last.
 enum class TileChoice { k128x256, k128x192, k128x128, k128x64 };
 
 struct TileModel {

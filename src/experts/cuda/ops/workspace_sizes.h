@@ -82,8 +82,8 @@ inline SegmentBounds bound_segments(int64_t R, int64_t E, int64_t D, int64_t N) 
   constexpr double kTile = 128 * 256;
   constexpr double kSegments = 4;      // per SM
   constexpr int64_t kMinRows = 512;    // rows; shorter segments cost more than they gain
-  constexpr int64_t kThin = 64;        // gradients of the factors of adapters: memory rules, and tiles are short,
-  constexpr int64_t kManyGroups = 16;  // so that many groups fill the SMs evenly enough as they are
+  constexpr int64_t kThin = 64;        // rows or columns of a gradient that is bound by memory
+  constexpr int64_t kManyGroups = 16;  // groups that keep the SMs evenly busy with such gradients without a split
   const auto whole_k_blocks = [](int64_t rows) { return (rows + 63) / 64 * 64; };
   const double share = static_cast<double>(D) * static_cast<double>(N) / (kTile * kMultiprocessors * kSegments);
   SegmentBounds bounds{};

@@ -57,8 +57,10 @@ define cpp_tests
 	cd build/$(1) && $(3) $(abspath $(BIN)/ctest) -j $(JOBS) --output-on-failure --no-tests=error $(4)
 endef
 
-# If nvcc is installed, this is the only build of the CUDA code, for one architecture.
-CUDA_TESTS = -DCMAKE_CUDA_ARCHITECTURES=90-real
+# If nvcc is installed, this is the only build of the CUDA code, for one architecture. Without a GPU its kernels never
+# run, so they are not optimised.
+CUDA_TESTS = -DCMAKE_CUDA_ARCHITECTURES=90-real \
+  -DANABRANCH_CUDA_OPTIMIZE=$(if $(shell command -v nvidia-smi),ON,OFF)
 
 test-cpp:
 	$(call cpp_tests,tests,$(CUDA_TESTS))

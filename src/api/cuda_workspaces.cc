@@ -118,6 +118,11 @@ ab_status ab_cuda_lora_workspace_bound(int64_t R, int64_t E, int64_t M, int64_t 
         workspace.take_rows(matrices * M, r, dtype);
         workspace.take_rows(matrices * r, N, dtype);
         workspace.take_rows(R, r, dtype);
+        if (r % 8 != 0) {  // FP8 GEMMs read copies with a rank that is a multiple of 8
+          const int64_t padded = (r + 7) / 8 * 8;
+          workspace.take_rows(R, padded, dtype);
+          workspace.take_rows(matrices * std::max(M, N), padded, dtype);
+        }
         if (backward == 0) return workspace.size();
         workspace.take_rows(R, r, dtype);
         workspace.take_rows(matrices * r, N, AB_FLOAT32);  // a gradient whose columns are reordered

@@ -28,6 +28,19 @@ class CudaTest : public ::testing::Test {
   }
 };
 
+class HopperTest : public CudaTest {
+ protected:
+  void SetUp() override {
+    CudaTest::SetUp();
+    if (IsSkipped()) return;
+    cudaDeviceProp properties;
+    ASSERT_EQ(cudaGetDeviceProperties(&properties, 0), cudaSuccess);
+    if (properties.major != 9 || properties.minor != 0) {
+      GTEST_SKIP() << "NO HOPPER GPU FOUND: the FP8 GEMMs did not run";
+    }
+  }
+};
+
 inline bool device_has_gib(size_t gib) {
   size_t free_bytes = 0;
   size_t total = 0;

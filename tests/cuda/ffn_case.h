@@ -295,6 +295,14 @@ struct Network {
   }
 };
 
+// The relative error of intermediate results. dh and w a are rounded to the dtype before other results use them. TF32
+// rounds operands to 2^-10 on the GPU only. With FP8 an element of `a` or dh that lies between two e4m3 numbers may get
+// either; they are 1/8 apart, and sums have at least 128 terms.
+inline double rounding_of(const FfnCase& c) {
+  if (c.precision == AB_PRECISION_FP8) return 0x1p-7;
+  return c.precision == AB_PRECISION_TF32 ? 0x1p-10 : rounding_of(c.dtype);
+}
+
 // Compares elements [begin, end) of one expert. Both backends round the same sums, mostly to the same number. The norm
 // of the error is below two roundings per element; a single error is below eight roundings of the typical magnitude.
 inline void compare_elements(const char* name, const FfnCase& c, const FloatTensor& got, const FloatTensor& want,
@@ -306,8 +314,7 @@ inline void compare_elements(const char* name, const FfnCase& c, const FloatTens
     norm += static_cast<double>(want.get(i)) * want.get(i);
   }
   const double size = end == begin ? 0 : std::sqrt(norm / static_cast<double>(end - begin));
-  // dh and w a are rounded to the dtype before other results use them. TF32 rounds operands to 2^-10 on the GPU only.
-  const double rounding = (c.precision == AB_PRECISION_TF32 ? 0x1p-10 : rounding_of(c.dtype)) + 2e-6;
+  const double rounding = rounding_of(c) + 2e-6;
   for (int64_t i = begin; i < end; ++i) {
     const double difference = static_cast<double>(got.get(i)) - want.get(i);
     ASSERT_LE(std::abs(difference), 8 * rounding * (std::abs(want.get(i)) + size))
@@ -343,7 +350,10 @@ inline void compare_rows(const char* name, const Network& net, const FloatTensor
 template <class Tolerance>
 void compare_slots(const Network& net, const FloatTensor& got, const FloatTensor& want, const Tolerance& tolerance) {
   std::vector<double> limits(static_cast<size_t>(want.size()));
-  const double each = net.c.precision == AB_PRECISION_TF32 ? 2 * 0x1p-10 : 2e-6;
+  // FP8 tensor cores sum with at least 14 bits.
+  const double each = net.c.precision == AB_PRECISION_TF32  ? 2 * 0x1p-10
+                      : net.c.precision == AB_PRECISION_FP8 ? 0x1p-11
+                                                            : 2e-6;
   for (int64_t r = 0; r < net.c.R; ++r) {
     if (net.slot_of(r) < 0) continue;
     limits[static_cast<size_t>(net.slot_of(r))] =

@@ -8,19 +8,7 @@
 namespace anabranch::testing {
 namespace {
 
-// Skips with a message if there is no Hopper GPU.
-class Fp8ProductsCuda : public CudaTest {
- protected:
-  void SetUp() override {
-    CudaTest::SetUp();
-    if (IsSkipped()) return;
-    cudaDeviceProp properties;
-    ASSERT_EQ(cudaGetDeviceProperties(&properties, 0), cudaSuccess);
-    if (properties.major != 9 || properties.minor != 0) {
-      GTEST_SKIP() << "NO HOPPER GPU FOUND: the FP8 GEMMs did not run";
-    }
-  }
-};
+using Fp8ProductsCuda = HopperTest;
 
 // dx_rows has the same bits when computed from dh, with gate and up interleaved or not, and from dh_q.
 TEST_F(Fp8ProductsCuda, ACallWithoutHQuantisesDh) {

@@ -6,6 +6,7 @@ namespace anabranch::testing {
 namespace {
 
 using LoraCuda = ExpertsCudaTest;
+using LoraFp8Cuda = HopperTest;
 
 const std::vector<int32_t> kGroups = {3, 0, 34, 1, 0, 9};  // 47 rows
 
@@ -15,6 +16,12 @@ LoraCase small_case(int32_t dtype, bool aligned, int64_t P = 2) {
   c.K = 3;
   c.dtype = dtype;
   return {.c = c, .r = aligned ? 16 : 5, .q = aligned ? 8 : 3};
+}
+
+LoraCase fp8_case(int32_t dtype) {
+  LoraCase l{.c = {kGroups, 50, 256, 128, 2, 21, 3, dtype}, .r = 16, .q = 8};
+  l.c.precision = AB_PRECISION_FP8;
+  return l;
 }
 
 // Rotates the options, so that each occurs with every dtype and most pairs occur.
@@ -171,17 +178,21 @@ TEST_F(LoraCuda, SplitCallsMatchOne) {
 // y = x w + scale (x A) B, its gradient by the transposed factors, and sums per token of both.
 class GroupedLora {
  public:
-  GroupedLora(int32_t dtype, bool transposed, bool shared)
+  GroupedLora(int32_t dtype, bool transposed, bool shared, int32_t precision = AB_PRECISION_HIGHEST, int64_t rank = 5)
       : dtype_(dtype),
         transposed_(transposed),
+        precision_(precision),
+        D_(precision == AB_PRECISION_FP8 ? 128 : 40),
+        N_(precision == AB_PRECISION_FP8 ? 384 : 200),
+        rank_(rank),
         sizes_({E()}, kGroups),
         slots_({kR}),
         rows_({kT, kK}),
-        x_({kR, kD}, dtype),
-        w_(transposed ? std::vector<int64_t>{E(), kN, kD} : std::vector<int64_t>{E(), kD, kN}, dtype),
-        a_({shared ? 1 : E(), kRank, kD}, AB_FLOAT32),
-        b_({E(), kRank, kN}, dtype),
-        bias_({E(), kN}, dtype),
+        x_({kR, D_}, dtype),
+        w_(transposed ? std::vector<int64_t>{E(), N_, D_} : std::vector<int64_t>{E(), D_, N_}, dtype),
+        a_({shared ? 1 : E(), rank_, D_}, AB_FLOAT32),
+        b_({E(), rank_, N_}, dtype),
+        bias_({E(), N_}, dtype),
         weights_({kT, kK}, AB_FLOAT32),
         a_view_(*a_.view()) {
     for (FloatTensor* tensor : {&x_, &w_, &a_, &b_, &bias_, &weights_}) tensor->fill_uniform(++seed_);
@@ -191,21 +202,23 @@ class GroupedLora {
     }
     // A [E, D, rank], stored transposed.
     std::swap(a_view_.shape[1], a_view_.shape[2]);
-    strides_[0] = kD * kRank;
+    strides_[0] = D_ * rank_;
     strides_[1] = 1;
-    strides_[2] = kD;
+    strides_[2] = D_;
     a_view_.strides = strides_;
   }
 
   struct Results {
     FloatTensor y, u;
-    Results(std::vector<int64_t> shape, int32_t dtype) : y(std::move(shape), dtype), u({kR, kRank}, dtype) {}
+    Results(std::vector<int64_t> shape, int64_t rank, int32_t dtype)
+        : y(std::move(shape), dtype), u({kR, rank}, dtype) {}
   };
 
   ab_grouped_matmul_args args(const Results& results) const {
     ab_grouped_matmul_args args{};
     args.size = sizeof(args);
     args.transpose_w = transposed_ ? 1 : 0;
+    args.precision = precision_;
     args.x = x_.view();
     args.w = w_.view();
     args.group_sizes = sizes_.view();
@@ -220,6 +233,7 @@ class GroupedLora {
     ab_grouped_matmul_combine_args args{};
     args.size = sizeof(args);
     args.transpose_w = transposed_ ? 1 : 0;
+    args.precision = precision_;
     args.x = x_.view();
     args.w = w_.view();
     args.group_sizes = sizes_.view();
@@ -236,7 +250,7 @@ class GroupedLora {
   }
 
   void check_product() const {
-    const Results want({kR, kN}, dtype_), got({kR, kN}, dtype_);
+    const Results want({kR, N_}, rank_, dtype_), got({kR, N_}, rank_, dtype_);
     EXPECT_OK(call(ab_grouped_matmul, ab_grouped_matmul_workspace, args(want)));
     using A = ab_grouped_matmul_args;
     run_on_copies(ab_cuda_grouped_matmul_workspace, ab_cuda_grouped_matmul, args(got), &A::x, &A::w, &A::group_sizes,
@@ -244,18 +258,18 @@ class GroupedLora {
     compare(got, want);
   }
   void check_combine() const {
-    const Results want({kT, kN}, dtype_), got({kT, kN}, dtype_);
+    const Results want({kT, N_}, rank_, dtype_), got({kT, N_}, rank_, dtype_);
     EXPECT_OK(call(ab_grouped_matmul_combine, ab_grouped_matmul_combine_workspace, combine_args(want, false)));
     combine_on_gpu(combine_args(got, false));
     compare(got, want);
-    const Results again({kT, kN}, dtype_);
+    const Results again({kT, N_}, rank_, dtype_);
     for (int64_t i = 0; i < got.u.size(); ++i) const_cast<FloatTensor&>(again.u).set(i, got.u.get(i));
     combine_on_gpu(combine_args(again, true));
     EXPECT_TRUE(again.y.is(got.y)) << "with a given u";
   }
 
  private:
-  static constexpr int64_t kR = 50, kT = 25, kK = 2, kD = 40, kN = 200, kRank = 5;
+  static constexpr int64_t kR = 50, kT = 25, kK = 2;
   static int64_t E() { return static_cast<int64_t>(kGroups.size()); }
 
   static void combine_on_gpu(const ab_grouped_matmul_combine_args& args) {
@@ -268,12 +282,15 @@ class GroupedLora {
   void compare(const Results& got, const Results& want) const {
     FfnCase c;
     c.dtype = dtype_;
+    c.precision = precision_;
     compare_elements("y", c, got.y, want.y, 0, want.y.size());
     compare_elements("u", c, got.u, want.u, 0, want.u.size());
   }
 
   int32_t dtype_;
   bool transposed_;
+  int32_t precision_;
+  int64_t D_, N_, rank_;
   unsigned seed_ = 0;
   Tensor<int32_t> sizes_, slots_, rows_;
   FloatTensor x_, w_, a_, b_, bias_, weights_;
@@ -358,19 +375,91 @@ TEST(LoraWorkspaces, AreWithinTheBounds) {
   }
 }
 
-TEST(LoraWithFp8, IsRefused) {
-  LoraCase l{.c = {{2, 2}, 4, 128, 128, 2, 4, 2, AB_BFLOAT16}, .r = 8, .q = 8};
-  l.c.precision = AB_PRECISION_FP8;
-  const LoraNetwork network(l);
-  const ab_expert_ffn_forward_args forward = network.forward_args();
-  const ab_expert_ffn_backward_args backward = network.backward_args();
-  size_t bytes = 0;
-  for (const ab_status& status :
-       {ab_cuda_expert_ffn_forward_workspace(&forward, nullptr, &bytes),
-        ab_cuda_expert_ffn_backward_workspace(&backward, nullptr, &bytes),
-        ab_cuda_expert_ffn_forward(&forward, nullptr), ab_cuda_expert_ffn_backward(&backward, nullptr)}) {
-    EXPECT_REFUSED(status, AB_UNSUPPORTED,
-                   "precision: got AB_PRECISION_FP8, expected another precision with an adapter");
+// With FP8 `a` is also stored in 16 bits, and ranks that are no multiple of 8 have padded copies.
+TEST(LoraWorkspaces, AreWithinTheBoundsWithFp8) {
+  const auto bytes_of = [](const LoraCase& l) {
+    const LoraNetwork network(l);
+    ab_expert_ffn_forward_args args = network.forward_args();
+    args.lora_u = args.lora_z = nullptr;
+    size_t bytes = 0;
+    EXPECT_OK(ab_cuda_expert_ffn_forward_workspace(&args, nullptr, &bytes));
+    return bytes;
+  };
+  for (const int64_t rank : {5, 16}) {
+    LoraCase l = fp8_case(AB_BFLOAT16);
+    l.dtype = AB_FLOAT32;
+    l.r = l.q = rank;
+    const FfnCase& c = l.c;
+    size_t in = 0;
+    size_t out = 0;
+    size_t a = 0;
+    EXPECT_OK(ab_cuda_lora_workspace_bound(c.R, c.E(), c.D, c.P * c.F, rank, 0, c.dtype, &in));
+    EXPECT_OK(ab_cuda_lora_workspace_bound(c.R, c.E(), c.F, c.D, rank, 0, c.dtype, &out));
+    EXPECT_OK(ab_cuda_expert_ffn_forward_workspace_bound(c.R, c.F, c.dtype, &a));
+    const size_t with = bytes_of(l);
+    l.r = l.q = 0;
+    const size_t without = bytes_of(l);
+    EXPECT_GT(with, without + a);
+    EXPECT_LE(with, without + in + out + a);
+  }
+}
+
+// GEMMs with W have e4m3 operands, those with factors 16-bit ones.
+TEST_F(LoraFp8Cuda, EveryOptionMatchesTheCpu) {
+  unsigned seed = 0;
+  for (const int32_t dtype : {AB_BFLOAT16, AB_FLOAT16}) {
+    for (int layout = 0; layout < static_cast<int>(kLayouts.size()); ++layout) {
+      LoraCase l = fp8_case(dtype);
+      ++seed;
+      if (seed % 5 == 0) l.c.P = 1;
+      if (seed % 4 == 3) l.c.T = l.c.K = 0;
+      l.c.layout = layout;
+      l.c.activation = l.c.P == 2 ? AB_SWIGLU_OAI : AB_GELU;
+      l.c.weighting = static_cast<Weighting>(seed % 3);
+      l.c.biases = seed % 2 == 0;
+      l.dtype = seed % 3 == 1 ? AB_FLOAT32 : 0;
+      l.order = static_cast<int>(seed % 3);
+      l.shared = seed * 5 % 16;
+      l.frozen = seed % 6 != 0;
+      l.saves_u = seed % 4 != 0;
+      check(l, seed);
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
+// One projection or both; ranks below and above a k-block, and ranks that are no multiple of 8.
+TEST_F(LoraFp8Cuda, AnyRank) {
+  unsigned seed = 0;
+  for (const auto& [r, q] : {std::pair<int64_t, int64_t>{64, 72}, {128, 0}, {0, 40}, {4, 70}, {13, 0}, {0, 5}}) {
+    LoraCase l = fp8_case(AB_BFLOAT16);
+    l.r = r;
+    l.q = q;
+    l.shared = ++seed * 5 % 16;
+    check(l, seed);
+    if (HasFatalFailure()) return;
+  }
+}
+
+// Several tiles in each direction.
+TEST_F(LoraFp8Cuda, LargeSizesMatchTheCpu) {
+  LoraCase l = fp8_case(AB_BFLOAT16);
+  l.c.sizes = kUneven;
+  l.c.R = 1300;
+  l.c.T = 500;
+  l.c.D = 512;
+  l.c.F = 384;
+  check(l);
+}
+
+TEST_F(LoraFp8Cuda, GroupedGemmsMatchTheCpu) {
+  for (const bool transposed : {false, true}) {
+    for (const int64_t rank : {16, 5}) {
+      const GroupedLora gemm(AB_BFLOAT16, transposed, transposed, AB_PRECISION_FP8, rank);
+      gemm.check_product();
+      gemm.check_combine();
+      if (HasFatalFailure()) return;
+    }
   }
 }
 

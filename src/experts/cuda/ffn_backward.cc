@@ -267,7 +267,6 @@ ab_status ab_cuda_expert_ffn_backward_workspace(const ab_expert_ffn_backward_arg
   AB_ENTER_QUERY(args, exec, bytes);
   FfnSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  AB_RETURN_IF_ERROR(cuda::check_lora_precision(*args, std::max(s.rank_in, s.rank_out)));
   return report_workspace(cuda::Backward(*args, s, nullptr).workspace.size(), bytes);
 }
 
@@ -275,7 +274,6 @@ ab_status ab_cuda_expert_ffn_backward(const ab_expert_ffn_backward_args* args, c
   AB_ENTER(args, exec);
   FfnSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  AB_RETURN_IF_ERROR(cuda::check_lora_precision(*args, std::max(s.rank_in, s.rank_out)));
   const cuda::Backward op(*args, s, exec);
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
   cuda::Device device;

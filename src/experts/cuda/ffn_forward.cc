@@ -1,5 +1,4 @@
 // ab_cuda_expert_ffn_forward: the up GEMM, then the down GEMM if y is requested.
-#include <algorithm>
 
 #include "anabranch/cuda.h"
 #include "core/cuda/launch.h"
@@ -21,7 +20,7 @@ struct Forward {
   RowMap map;
   Workspace workspace;
   bool fp8;
-  Floats a;  // [R, F]
+  Floats a;  // [R, F], in 16 bits or float32
   // FP8 (e4m3) operands:
   Fp8Output x8;
   Fp8Output a8;
@@ -33,6 +32,8 @@ struct Forward {
   Factor lora_b_out;
   void* lora_u;  // [R, rank]
   void* lora_z;
+  LowRankTerm lora_in;
+  LowRankTerm lora_out;
 
   Forward(const ab_expert_ffn_forward_args& arguments, const FfnSizes& sizes, const ab_exec* memory)
       : args(arguments),
@@ -40,14 +41,16 @@ struct Forward {
         map(args.slot_of_row, s.T, s.K, s.R),
         workspace(memory),
         fp8(is_fp8(args)),
-        a(args.a != nullptr || fp8 ? Floats(args.a) : row_buffer(s.F)),
+        a(take_a()),
         lora_a_in(workspace, args.lora_a_in, s.dtype, s.E, FactorOrder::free_columns),
-        lora_b_in(workspace, args.lora_b_in, s.dtype, s.E, order_like(s.layout.in_transposed), s.layout.interleaved),
+        lora_b_in(workspace, args.lora_b_in, s.dtype, s.E, order_like(s.layout.in_transposed || fp8), s.layout.interleaved && !fp8),
         lora_a_out(workspace, args.lora_a_out, s.dtype, s.E, FactorOrder::free_columns),
         lora_b_out(workspace, args.y == nullptr ? nullptr : args.lora_b_out, s.dtype, s.E,
-                   order_like(s.layout.out_transposed)),
+                   order_like(s.layout.out_transposed || fp8)),
         lora_u(take_low_rank_rows(workspace, args.lora_u, s.rank_in > 0, s.R, s.rank_in, s.dtype)),
-        lora_z(take_low_rank_rows(workspace, args.lora_z, s.rank_out > 0, s.R, s.rank_out, s.dtype)) {
+        lora_z(take_low_rank_rows(workspace, args.lora_z, s.rank_out > 0, s.R, s.rank_out, s.dtype)),
+        lora_in(workspace, lora_u, lora_b_in, {s.R, s.E}, s.P * s.F, s.rank_in, s.dtype, fp8),
+        lora_out(workspace, lora_z, lora_b_out, {s.R, s.E}, s.D, args.y == nullptr ? 0 : s.rank_out, s.dtype, fp8) {
     if (fp8) take_fp8();
   }
 
@@ -68,31 +71,37 @@ struct Forward {
   ab_status run_fp8(const Device& device, cudaStream_t stream) const {
     if (args.x_q == nullptr) AB_RETURN_IF_ERROR(quantize_rows(Floats(args.x), x_rows(), s.D, x8, stream));
     AB_RETURN_IF_ERROR(w_in.fill(stream));
+    AB_RETURN_IF_ERROR(compute_u(device, stream));
     AB_RETURN_IF_ERROR(compute_up(Fp8Up{up(), rows_of(x8), w_in.weights(), a8}, device, stream));
+    AB_RETURN_IF_ERROR(compute_z(device, stream));
     if (args.y == nullptr) return ok();
     AB_RETURN_IF_ERROR(w_out.fill(stream));
     return compute_rows_product(Fp8RowsProduct{down(), rows_of(a8), w_out.weights()}, device, stream);
   }
 
   ab_status run(const Device& device, cudaStream_t stream) const {
-    AB_RETURN_IF_ERROR(fill({&lora_a_in, &lora_b_in, &lora_a_out, &lora_b_out}, device, stream));
-    if (s.rank_in > 0) AB_RETURN_IF_ERROR(compute_rows_product(rows_of_u(), device, stream));
+    AB_RETURN_IF_ERROR(compute_u(device, stream));
     AB_RETURN_IF_ERROR(compute_up(up(), device, stream));
-    if (s.rank_out > 0) AB_RETURN_IF_ERROR(compute_rows_product(rows_of_z(), device, stream));
+    AB_RETURN_IF_ERROR(compute_z(device, stream));
     return args.y == nullptr ? ok() : compute_rows_product(down(), device, stream);
   }
 
-  // u = scale_in x A_in
-  RowsProduct rows_of_u() const {
+  // Copies the factors. u = scale_in x A_in
+  ab_status compute_u(const Device& device, cudaStream_t stream) const {
+    AB_RETURN_IF_ERROR(fill({&lora_a_in, &lora_b_in, &lora_a_out, &lora_b_out}, device, stream));
+    if (s.rank_in == 0) return ok();
     const LowRankRows u{
         .x = args.x->data, .gathers_x = true, .D = s.D, .scale = args.lora_scale_in, .u = lora_u, .rank = s.rank_in};
-    return product_of(u, lora_a_in, thin());
+    AB_RETURN_IF_ERROR(compute_rows_product(product_of(u, lora_a_in, thin()), device, stream));
+    return lora_in.fill(device, stream);
   }
 
   // z = scale_out a A_out
-  RowsProduct rows_of_z() const {
+  ab_status compute_z(const Device& device, cudaStream_t stream) const {
+    if (s.rank_out == 0) return ok();
     const LowRankRows z{.x = a.data, .D = s.F, .scale = args.lora_scale_out, .u = lora_z, .rank = s.rank_out};
-    return product_of(z, lora_a_out, thin());
+    AB_RETURN_IF_ERROR(compute_rows_product(product_of(z, lora_a_out, thin()), device, stream));
+    return lora_out.fill(device, stream);
   }
 
   RowsProduct thin() const {
@@ -104,6 +113,11 @@ struct Forward {
             .E = s.E};
   }
 
+  // With FP8 only an adapter of W_out reads 16-bit `a`.
+  Floats take_a() {
+    if (fp8) return s.rank_out > 0 ? row_buffer(s.F) : Floats();
+    return args.a != nullptr ? Floats(args.a) : row_buffer(s.F);
+  }
   Floats row_buffer(int64_t columns) { return {workspace.take_rows(s.R, columns, s.dtype), s.dtype}; }
 
   Up up() const {
@@ -120,7 +134,7 @@ struct Forward {
     if (args.weight_early != 0) up.weights = Floats(args.weights);
     up.h = Floats(args.h);
     up.a = a;
-    up.low_rank = low_rank_of(lora_u, lora_b_in, s.rank_in);
+    up.low_rank = lora_in.get();
     return up;
   }
 
@@ -140,7 +154,7 @@ struct Forward {
             .E = s.E,
             .D = s.F,
             .N = s.D,
-            .low_rank = low_rank_of(lora_z, lora_b_out, s.rank_out)};
+            .low_rank = lora_out.get()};
   }
 };
 
@@ -163,7 +177,6 @@ ab_status ab_cuda_expert_ffn_forward_workspace(const ab_expert_ffn_forward_args*
   AB_ENTER_QUERY(args, exec, bytes);
   FfnSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  AB_RETURN_IF_ERROR(cuda::check_lora_precision(*args, std::max(s.rank_in, s.rank_out)));
   AB_RETURN_IF_ERROR(cuda::check_fp8(*args));
   return report_workspace(cuda::Forward(*args, s, nullptr).workspace.size(), bytes);
 }
@@ -172,7 +185,6 @@ ab_status ab_cuda_expert_ffn_forward(const ab_expert_ffn_forward_args* args, con
   AB_ENTER(args, exec);
   FfnSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  AB_RETURN_IF_ERROR(cuda::check_lora_precision(*args, std::max(s.rank_in, s.rank_out)));
   AB_RETURN_IF_ERROR(cuda::check_fp8(*args));
   const cuda::Forward op(*args, s, exec);
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));

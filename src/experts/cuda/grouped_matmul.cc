@@ -97,7 +97,6 @@ ab_status ab_cuda_grouped_matmul_workspace(const ab_grouped_matmul_args* args, c
   AB_ENTER_QUERY(args, exec, bytes);
   GroupedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  AB_RETURN_IF_ERROR(cuda::check_lora_precision(*args, s.rank));
   cuda::Fp8Product fp8(*args, s, nullptr);
   const cuda::ProductAdapter adapter(fp8.workspace, *args, s, args->y->dtype);
   return report_workspace(fp8.workspace.size(), bytes);
@@ -107,7 +106,6 @@ ab_status ab_cuda_grouped_matmul(const ab_grouped_matmul_args* args, const ab_ex
   AB_ENTER(args, exec);
   GroupedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  AB_RETURN_IF_ERROR(cuda::check_lora_precision(*args, s.rank));
   cuda::Fp8Product fp8(*args, s, exec);
   const cuda::ProductAdapter adapter(fp8.workspace, *args, s, args->y->dtype);
   AB_RETURN_IF_ERROR(check_workspace(exec, fp8.workspace.size()));
@@ -115,13 +113,11 @@ ab_status ab_cuda_grouped_matmul(const ab_grouped_matmul_args* args, const ab_ex
   AB_RETURN_IF_ERROR(cuda::find_device_of_experts("grouped_matmul", &device));
   const cudaStream_t stream = cuda::stream_of(exec);
   cuda::RowsProduct product = cuda::rows_product(*args, s);
-  if (fp8.enabled) {
-    AB_RETURN_IF_ERROR(fp8.fill(stream));
-    return cuda::compute_rows_product(fp8.gemm(product), device, stream);
-  }
+  if (fp8.enabled) AB_RETURN_IF_ERROR(fp8.fill(stream));
   AB_RETURN_IF_ERROR(adapter.compute(product, device, stream));
   product.low_rank = adapter.low_rank();
-  return cuda::compute_rows_product(product, device, stream);
+  return fp8.enabled ? cuda::compute_rows_product(fp8.gemm(product), device, stream)
+                     : cuda::compute_rows_product(product, device, stream);
 }
 
 ab_status ab_cuda_grouped_matmul_dw_workspace(const ab_grouped_matmul_dw_args* args, const ab_exec* exec,

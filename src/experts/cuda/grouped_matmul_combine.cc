@@ -90,7 +90,8 @@ ab_status multiply_and_combine(const ab_grouped_matmul_combine_args& args, const
     const int64_t count = std::min(columns, s.N - first);
     RowsProduct rows = gemm_of(args, s, first, count, buffer);
     rows.low_rank = adapter;
-    rows.low_rank.b = from(adapter.b, rows.transposed ? first * s.rank : first, rows.dtype);
+    const bool k_major = rows.transposed || fp8 != nullptr;
+    rows.low_rank.b = from(adapter.b, k_major ? first * adapter.rank : first, rows.dtype);
     AB_RETURN_IF_ERROR(fp8 == nullptr ? compute_rows_product(rows, device, stream)
                                       : compute_rows_product(fp8->gemm(rows, first), device, stream));
     AB_RETURN_IF_ERROR(compute_sum(sum_of(args, s, first, count, buffer), stream));
@@ -109,7 +110,6 @@ ab_status ab_cuda_grouped_matmul_combine_workspace(const ab_grouped_matmul_combi
   AB_ENTER_QUERY(args, exec, bytes);
   CombinedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  AB_RETURN_IF_ERROR(cuda::check_lora_precision(*args, s.rank));
   cuda::Fp8Product fp8(*args, s, nullptr);
   const cuda::ProductAdapter adapter(fp8.workspace, *args, s, s.rows_dtype);
   fp8.workspace.take_bytes(cuda::buffer_bytes(*args, s));
@@ -120,7 +120,6 @@ ab_status ab_cuda_grouped_matmul_combine(const ab_grouped_matmul_combine_args* a
   AB_ENTER(args, exec);
   CombinedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  AB_RETURN_IF_ERROR(cuda::check_lora_precision(*args, s.rank));
   cuda::Fp8Product fp8(*args, s, exec);
   const cuda::ProductAdapter adapter(fp8.workspace, *args, s, s.rows_dtype);
   void* buffer = fp8.workspace.take_bytes(cuda::buffer_bytes(*args, s));

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/cuda/failure.h"
 #include "core/tensor.h"
 
 namespace anabranch::cuda {
@@ -78,6 +79,39 @@ void Factor::add_copy(std::vector<StridedCopy>* copies) const {
 ab_status fill(std::initializer_list<const Factor*> factors, const Device& device, cudaStream_t stream) {
   std::vector<StridedCopy> copies;
   for (const Factor* factor : factors) factor->add_copy(&copies);
+  return copy(copies, device.multiprocessors, stream);
+}
+
+LowRankTerm::LowRankTerm(Workspace& workspace, const void* u, const Factor& b, const GroupedSizes& s, int64_t N,
+                         int64_t rank, int32_t dtype, bool fp8)
+    : rank_(rank), dtype_(dtype) {
+  if (rank == 0) return;
+  term_ = {u, b.data(), b.shared(), rank};
+  if (!fp8 || rank % 8 == 0) return;
+  term_.rank = (rank + 7) / 8 * 8;
+  u_ = pad(workspace, u, s.R);
+  b_ = pad(workspace, b.data(), (b.shared() ? 1 : s.E) * N);
+  term_.u = u_.to;
+  term_.b = b_.to;
+}
+
+LowRankTerm::Padded LowRankTerm::pad(Workspace& workspace, const void* rows, int64_t count) {
+  return {rows, workspace.take_rows(count, term_.rank, dtype_), count};
+}
+
+ab_status LowRankTerm::fill(const Device& device, cudaStream_t stream) const {
+  std::vector<StridedCopy> copies;
+  for (const Padded& padded : {u_, b_}) {
+    if (padded.from == nullptr || padded.rows == 0) continue;
+    const auto bytes = static_cast<size_t>(padded.rows * term_.rank * dtype_size(dtype_));
+    const cudaError_t failure = cudaMemsetAsync(padded.to, 0, bytes, stream);
+    if (failure != cudaSuccess) return failed("cudaMemsetAsync", failure);
+    copies.push_back({.from = {const_cast<void*>(padded.from), dtype_},
+                      .to = {padded.to, dtype_},
+                      .shape = {1, padded.rows, 1, rank_},
+                      .from_strides = {0, rank_, 0, 1},
+                      .to_strides = {0, term_.rank, 0, 1}});
+  }
   return copy(copies, device.multiprocessors, stream);
 }
 

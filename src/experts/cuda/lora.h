@@ -17,15 +17,8 @@
 
 namespace anabranch::cuda {
 
-// FP8 GEMMs have no adapters.
-template <class Args>
-ab_status check_lora_precision(const Args& args, int64_t rank) {
-  if (rank == 0 || !is_fp8(args)) return ok();
-  return error(AB_UNSUPPORTED, "precision: got AB_PRECISION_FP8, expected another precision with an adapter on a GPU");
-}
-
-// The orientation of a factor [M, N] in memory: as its weight is stored, so that both can be operand B of one GEMM.
-// free_*: a GEMM that reads nothing else accepts both. The factor then keeps its own order if it has no gaps; else a
+// The orientation of a factor [M, N] in memory: as its weight is stored, so that both can be operand B of one GEMM. The
+// weights of FP8 GEMMs are K-major. free_*: a GEMM that reads nothing else accepts both. The factor then keeps its own order if it has no gaps; else a
 // copy has contiguous rows (M, N) or columns (N, M).
 enum class FactorOrder { rows, columns, free_rows, free_columns };
 inline FactorOrder order_like(bool weight_is_transposed) {
@@ -60,10 +53,36 @@ class Factor {
 // Makes the copies of factors.
 ab_status fill(std::initializer_list<const Factor*> factors, const Device& device, cudaStream_t stream);
 
-// The low-rank term of a GEMM.
-inline LowRank low_rank_of(const void* u, const Factor& b, int64_t rank) {
-  return {rank == 0 ? nullptr : u, b.data(), b.shared(), rank};
-}
+// The low-rank term u B[e] of a GEMM with N columns.
+class LowRankTerm {
+ public:
+  LowRankTerm() = default;
+
+  // rank 0: no term. fp8: of a GEMM whose other operands are FP8. Its kernels read rows of u and of B^T by TMA, so their
+  // length, the rank, has to be a multiple of 8: other ranks get copies in the workspace, with zeros at the end.
+  LowRankTerm(Workspace& workspace, const void* u, const Factor& b, const GroupedSizes& s, int64_t N, int64_t rank,
+              int32_t dtype, bool fp8);
+
+  // Makes those copies. u and B must be complete.
+  ab_status fill(const Device& device, cudaStream_t stream) const;
+
+  LowRank get() const { return term_; }
+
+ private:
+  // Rows [rows, rank] and their copy, which is longer.
+  struct Padded {
+    const void* from = nullptr;
+    void* to = nullptr;
+    int64_t rows = 0;
+  };
+  Padded pad(Workspace& workspace, const void* rows, int64_t count);
+
+  LowRank term_;
+  Padded u_;  // without a copy `from` is null
+  Padded b_;
+  int64_t rank_ = 0;
+  int32_t dtype_ = 0;
+};
 
 // u = scale x A[e], or with `transposed` u = scale x B[e]^T, for the rows of a GEMM. D: columns of x.
 struct LowRankRows {
@@ -90,18 +109,21 @@ class ProductAdapter {
       : args_(args),
         s_(s),
         a_(workspace, args.lora_a, dtype, s.E, FactorOrder::free_columns),
-        b_(workspace, args.lora_b, dtype, s.E, order_like(args.transpose_w != 0)),
-        u_(take_low_rank_rows(workspace, args.lora_u, s.rank > 0, s.R, s.rank, dtype)) {}
+        b_(workspace, args.lora_b, dtype, s.E, order_like(args.transpose_w != 0 || is_fp8(args))),
+        u_(take_low_rank_rows(workspace, args.lora_u, s.rank > 0, s.R, s.rank, dtype)),
+        term_(workspace, u_, b_, s, s.N, s.rank, dtype, is_fp8(args)) {}
 
   // Enqueues the copies of the factors and, unless it is given, u. product: the GEMM with w.
   ab_status compute(const RowsProduct& product, const Device& device, cudaStream_t stream) const {
     AB_RETURN_IF_ERROR(fill({&a_, &b_}, device, stream));
-    if (args_.lora_a == nullptr) return ok();
-    const LowRankRows u{.x = product.x, .D = s_.D, .scale = args_.lora_scale, .u = u_, .rank = s_.rank};
-    return compute_rows_product(product_of(u, a_, product), device, stream);
+    if (args_.lora_a != nullptr) {
+      const LowRankRows u{.x = product.x, .D = s_.D, .scale = args_.lora_scale, .u = u_, .rank = s_.rank};
+      AB_RETURN_IF_ERROR(compute_rows_product(product_of(u, a_, product), device, stream));
+    }
+    return term_.fill(device, stream);
   }
 
-  LowRank low_rank() const { return low_rank_of(u_, b_, s_.rank); }
+  LowRank low_rank() const { return term_.get(); }
 
  private:
   const Args& args_;
@@ -109,6 +131,7 @@ class ProductAdapter {
   Factor a_;
   Factor b_;
   void* u_;
+  LowRankTerm term_;
 };
 
 }  // namespace anabranch::cuda

@@ -39,16 +39,18 @@ LoraBackward::LoraBackward(Workspace& workspace, const Args& args, const FfnSize
     : args_(args),
       s_(s),
       a_in_(workspace, if_needed(args.dx_rows != nullptr || computes_u(args), args.lora_a_in), s.dtype, s.E,
-            args.dx_rows != nullptr ? order_like(s.layout.in_transposed) : FactorOrder::free_columns),
+            args.dx_rows != nullptr ? order_like(s.layout.in_transposed && !is_fp8(args)) : FactorOrder::free_columns),
       b_in_(workspace, if_needed(computes_v_in(args, s), args.lora_b_in), s.dtype, s.E, FactorOrder::free_rows,
             s.layout.interleaved),
       a_out_(workspace, if_needed(args.h != nullptr || computes_z(args), args.lora_a_out), s.dtype, s.E,
-             args.h != nullptr ? order_like(s.layout.out_transposed) : FactorOrder::free_columns),
+             args.h != nullptr ? order_like(s.layout.out_transposed && !is_fp8(args)) : FactorOrder::free_columns),
       b_out_(workspace, if_needed(computes_v_out(args, s), args.lora_b_out), s.dtype, s.E, FactorOrder::free_rows),
       u_(take_low_rank_rows(workspace, args.lora_u, computes_u(args), s.R, s.rank_in, s.dtype)),
       z_(take_low_rank_rows(workspace, nullptr, computes_z(args), s.R, s.rank_out, s.dtype)),
       v_in_(take_low_rank_rows(workspace, args.lora_v_in, needs_v_in(args, s), s.R, s.rank_in, s.dtype)),
       v_out_(take_low_rank_rows(workspace, args.lora_v_out, needs_v_out(args, s), s.R, s.rank_out, s.dtype)),
+      in_(workspace, v_in_, a_in_, {s.R, s.E}, s.D, args.dx_rows == nullptr ? 0 : s.rank_in, s.dtype, is_fp8(args)),
+      out_(workspace, v_out_, a_out_, {s.R, s.E}, s.F, args.h == nullptr ? 0 : s.rank_out, s.dtype, is_fp8(args)),
       d_b_in_(args.d_lora_b_in == nullptr || !s.layout.interleaved
                   ? nullptr
                   : workspace.take_rows(args.d_lora_b_in->shape[0] * s.rank_in, s.P * s.F, AB_FLOAT32)) {}
@@ -68,7 +70,7 @@ RowsProduct LoraBackward::thin(const Rows& rows) const {
 
 // v_out = scale_out d_y B_out^T
 ab_status LoraBackward::compute_v_out(const Rows& rows, const Device& device, cudaStream_t stream) const {
-  if (!computes_v_out(args_, s_)) return ok();
+  if (!computes_v_out(args_, s_)) return out_.fill(device, stream);
   const LowRankRows v_out{.x = rows.d_out.data,
                           .gathers_x = true,
                           .D = s_.D,
@@ -76,19 +78,21 @@ ab_status LoraBackward::compute_v_out(const Rows& rows, const Device& device, cu
                           .scale = args_.lora_scale_out,
                           .u = v_out_,
                           .rank = s_.rank_out};
-  return compute_rows_product(product_of(v_out, b_out_, thin(rows)), device, stream);
+  AB_RETURN_IF_ERROR(compute_rows_product(product_of(v_out, b_out_, thin(rows)), device, stream));
+  return out_.fill(device, stream);
 }
 
 // v_in = scale_in dh B_in^T
 ab_status LoraBackward::compute_v_in(const Rows& rows, const Device& device, cudaStream_t stream) const {
-  if (!computes_v_in(args_, s_)) return ok();
+  if (!computes_v_in(args_, s_)) return in_.fill(device, stream);
   const LowRankRows v_in{.x = rows.dh.data,
                          .D = s_.P * s_.F,
                          .transposed = true,
                          .scale = args_.lora_scale_in,
                          .u = v_in_,
                          .rank = s_.rank_in};
-  return compute_rows_product(product_of(v_in, b_in_, thin(rows)), device, stream);
+  AB_RETURN_IF_ERROR(compute_rows_product(product_of(v_in, b_in_, thin(rows)), device, stream));
+  return in_.fill(device, stream);
 }
 
 size_t LoraBackward::scratch_bytes() const {

@@ -33,8 +33,8 @@ class LoraBackward {
   size_t scratch_bytes() const;
 
   // The low-rank terms of da' and dx.
-  LowRank out() const { return low_rank_of(v_out_, a_out_, s_.rank_out); }
-  LowRank in() const { return low_rank_of(v_in_, a_in_, s_.rank_in); }
+  LowRank out() const { return out_.get(); }
+  LowRank in() const { return in_.get(); }
 
  private:
   // What the GEMMs with one factor have in common.
@@ -54,6 +54,8 @@ class LoraBackward {
   void* z_;
   void* v_in_;
   void* v_out_;
+  LowRankTerm in_;
+  LowRankTerm out_;
   void* d_b_in_;  // float32 [E or 1, r, F, P] if gate and up alternate in dh
 };
 

@@ -10,7 +10,8 @@ namespace anabranch::cuda::hopper {
 template <GateUpLayout kLayout, class Element>
 ab_status launch_fp8_intermediate_gradient(const Fp8IntermediateGradient& g, int multiprocessors, cudaStream_t stream) {
   const FfnSizes& s = g.s;
-  Product<Fp8Shape, Element, ScaledRows<GatheredRowOperand>, ScaledWeights<ShuffledWeightOperand>, RowTiles,
+  using Weights = ShuffledWeightOperand;
+  Product<Fp8Shape, Element, ScaledRows<GatheredRowOperand>, Fp8WeightsWithFactor<Weights>, RowTiles,
           RowTileScheduler<Fp8Shape::kRows, Fp8Shape::kColumns, Fp8Shape::kBlocks>,
           IntermediateGradientEpilogue<Element, kLayout, true, Fp8RowQuantizer<Element, parts_of(kLayout)>>>
       product;
@@ -18,6 +19,11 @@ ab_status launch_fp8_intermediate_gradient(const Fp8IntermediateGradient& g, int
   AB_RETURN_IF_ERROR(
       make_shuffled_matrices_map("w_out", g.w8.values, kPairDtype, s.E, s.F, s.D / 2, kPanel, &product.b.map));
   product.b.scales = scales_of(g.w8, false);
+  AB_RETURN_IF_ERROR(
+      prepare_low_rank<Fp8Shape::kRows>(g.low_rank, g.d_y.dtype, s.E, &product.b, [&](int64_t E, Weights* factor) {
+        return make_shuffled_matrices_map("lora_a_out", g.low_rank.b, g.d_y.dtype, E, s.F, g.low_rank.rank, kPanel,
+                                          &factor->map);
+      }));
   prepare_epilogue(g, &product.epilogue);
   product.epilogue.quantizer = {static_cast<uint8_t*>(g.dh8.values), g.dh8.scales, static_cast<int32_t>(s.F),
                                 g.dh8.power_of_two};

@@ -7,6 +7,7 @@
 #include "experts/hopper/launch_product.cuh"
 #include "experts/hopper/launchers.h"
 #include "experts/hopper/limits.h"
+#include "experts/hopper/low_rank.cuh"
 #include "experts/hopper/row_operand.cuh"
 #include "experts/hopper/scaled_mainloop.cuh"
 
@@ -53,6 +54,10 @@ inline ab_status make_fp8_weights_map(const char* name, const Fp8Weights& w, int
   return make_matrices_map(name, static_cast<const char*>(w.values) + column * k, kPairDtype, E, count, k / 2, kPanel,
                            box_columns, map, k / 2, expert_columns);
 }
+
+// Operand B with an optional low-rank term. The factor has 16-bit elements and is K-major, like the weights.
+template <class Weights>
+using Fp8WeightsWithFactor = LowRankOperand<ScaledWeights<Weights>, Weights>;
 
 template <class P>
 ab_status launch_fp8_product(const char* name, P* product, const int32_t* group_sizes, int64_t R, int64_t E, int64_t k,

@@ -19,6 +19,8 @@ const char* operands_unsupported_reason(const Fp8Rows& x, int64_t rows, const Fp
   return fit ? nullptr : kNotChunks;
 }
 
+bool fits_k_major(const LowRank& term, int32_t dtype) { return fits_low_rank(term, dtype, true, 0); }
+
 // Views the values as rows of the dtype of h.
 Floats as_16_bit(const void* data, int32_t dtype) { return {const_cast<void*>(data), dtype}; }
 
@@ -28,9 +30,10 @@ const char* unsupported_reason(const Fp8Up& up) {
   const FfnSizes& s = up.s;
   const int32_t dtype = up.x.dtype;
   if (!is_16_bit(dtype)) return kNotRowsOf16Bit;
-  const auto intermediates = {up.b_in, up.h, as_16_bit(up.a8.values, dtype)};
+  const auto intermediates = {up.b_in, up.h, up.a, as_16_bit(up.a8.values, dtype)};
   if (const char* reason = fused_unsupported_reason(s, up.map, as_16_bit(up.x8.values, dtype), intermediates))
     return reason;
+  if (!fits_k_major(up.low_rank, dtype)) return kNotRank;
   return operands_unsupported_reason(up.x8, up.map.sources(), up.w8, s.D);
 }
 
@@ -41,12 +44,14 @@ const char* unsupported_reason(const Fp8IntermediateGradient& g) {
   const auto intermediates = {g.h, g.dh, g.weighted_a, as_16_bit(g.dh8.values, dtype)};
   if (const char* reason = fused_unsupported_reason(s, g.map, as_16_bit(g.d_y8.values, dtype), intermediates))
     return reason;
+  if (!fits_k_major(g.low_rank, dtype)) return kNotRank;
   return operands_unsupported_reason(g.d_y8, g.map.sources(), g.w8, s.D);
 }
 
 const char* unsupported_reason(const Fp8RowsProduct& p) {
   if (!is_16_bit(p.dtype)) return kNotRowsOf16Bit;
   if (!sizes_fit({p.R, p.E, p.D, p.N}) || !tile_count_fits(p.R, p.E, p.N, kMinTileColumns)) return kNotCounted;
+  if (!fits_k_major(p.low_rank, p.dtype)) return kNotRank;
   const bool fit = fits_tensor_map(p.y, p.dtype, p.N) && (p.bias == nullptr || fits_tensor_map(p.bias, p.dtype, p.N));
   return fit ? operands_unsupported_reason(p.x8, p.R, p.w8, p.D) : kNotChunks;
 }

@@ -9,13 +9,17 @@ namespace anabranch::cuda::hopper {
 template <class Element, class Epilogue>
 ab_status launch_fp8_rows_product(const Fp8RowsProduct& p, int multiprocessors, cudaStream_t stream) {
   using Weights = WeightOperand<Major::k>;
-  Product<Fp8Shape, Element, ScaledRows<RowOperand>, ScaledWeights<Weights>, RowTiles,
+  Product<Fp8Shape, Element, ScaledRows<RowOperand>, Fp8WeightsWithFactor<Weights>, RowTiles,
           RowTileScheduler<Fp8Shape::kRows, Fp8Shape::kColumns, Fp8Shape::kBlocks>, Epilogue>
       product;
   AB_RETURN_IF_ERROR(prepare_fp8_rows("x", p.x8, p.R, p.D, &product.a));
   AB_RETURN_IF_ERROR(make_fp8_weights_map("w", p.w8, p.E, 0, p.N, p.stored_columns(), p.D,
                                           Fp8Shape::kColumns / Fp8Shape::kBlocks, &product.b.map));
   product.b.scales = scales_of(p.w8, false);
+  AB_RETURN_IF_ERROR(
+      prepare_low_rank<Fp8Shape::kRows>(p.low_rank, p.dtype, p.E, &product.b, [&](int64_t E, Weights* factor) {
+        return prepare_weights<Fp8Shape, Major::k>(p, p.low_rank.b, E, p.low_rank.rank, factor);
+      }));
   AB_RETURN_IF_ERROR(prepare_epilogue(p, &product.epilogue));
   // The FP8 main loop adds no bias, so the epilogue always does.
   if constexpr (std::is_same_v<Epilogue, ScaleBiasEpilogue<Element>>) {

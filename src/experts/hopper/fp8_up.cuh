@@ -7,18 +7,15 @@
 
 namespace anabranch::cuda::hopper {
 
-inline ab_status prepare_fp8_up_weights(const Fp8Up& up, GatedWeightOperand<Major::k>* weights) {
-  const FfnSizes& s = up.s;
-  const auto make_map = [&](int64_t column, CUtensorMap* map) {
-    return make_fp8_weights_map("w_in", up.w8, s.E, column, s.F, 2 * s.F, s.D, Fp8Shape::kColumns / 2, map);
-  };
-  AB_RETURN_IF_ERROR(make_map(0, &weights->gate));
-  return make_map(s.F, &weights->up);
+// make_map(column, count, box_columns, map): the map of `count` columns from `column` on.
+template <class MakeMap>
+ab_status prepare_up_maps(int64_t F, const MakeMap& make_map, GatedWeightOperand<Major::k>* weights) {
+  AB_RETURN_IF_ERROR(make_map(0, F, Fp8Shape::kColumns / 2, &weights->gate));
+  return make_map(F, F, Fp8Shape::kColumns / 2, &weights->up);
 }
-inline ab_status prepare_fp8_up_weights(const Fp8Up& up, WeightOperand<Major::k>* weights) {
-  const FfnSizes& s = up.s;
-  return make_fp8_weights_map("w_in", up.w8, s.E, 0, s.F, s.F, s.D, Fp8Shape::kColumns / Fp8Shape::kBlocks,
-                              &weights->map);
+template <class MakeMap>
+ab_status prepare_up_maps(int64_t F, const MakeMap& make_map, WeightOperand<Major::k>* weights) {
+  return make_map(0, F, Fp8Shape::kColumns / Fp8Shape::kBlocks, &weights->map);
 }
 
 template <GateUpLayout kLayout, class Element>
@@ -27,12 +24,24 @@ ab_status launch_fp8_up(const Fp8Up& up, int multiprocessors, cudaStream_t strea
   constexpr int kWidth = Fp8Shape::kColumns / kParts;  // columns of `a`
   const FfnSizes& s = up.s;
   using Weights = std::conditional_t<kParts == 2, GatedWeightOperand<Major::k>, WeightOperand<Major::k>>;
-  Product<Fp8Shape, Element, ScaledRows<GatheredRowOperand>, ScaledWeights<Weights>, RowTiles,
+  Product<Fp8Shape, Element, ScaledRows<GatheredRowOperand>, Fp8WeightsWithFactor<Weights>, RowTiles,
           RowTileScheduler<Fp8Shape::kRows, kWidth, Fp8Shape::kBlocks>, Fp8UpEpilogue<Element, kLayout>>
       product;
   AB_RETURN_IF_ERROR(gather_fp8_rows("x", up.x8, up.w8, up.map, s.D, &product.a));
-  AB_RETURN_IF_ERROR(prepare_fp8_up_weights(up, static_cast<Weights*>(&product.b)));
+  const auto map_weights = [&](int64_t column, int64_t count, int box_columns, CUtensorMap* map) {
+    return make_fp8_weights_map("w_in", up.w8, s.E, column, count, s.P * s.F, s.D, box_columns, map);
+  };
+  AB_RETURN_IF_ERROR(prepare_up_maps(s.F, map_weights, static_cast<Weights*>(&product.b)));
   product.b.scales = scales_of(up.w8, kParts == 2);
+  const LowRank& term = up.low_rank;
+  AB_RETURN_IF_ERROR(
+      prepare_low_rank<Fp8Shape::kRows>(term, up.x.dtype, s.E, &product.b, [&](int64_t E, Weights* factor) {
+        const auto map_factor = [&](int64_t column, int64_t count, int box_columns, CUtensorMap* map) {
+          return make_matrices_map("lora_b_in", static_cast<const char*>(term.b) + column * term.rank * 2, up.x.dtype,
+                                   E, count, term.rank, kPanel, box_columns, map, term.rank, s.P * s.F);
+        };
+        return prepare_up_maps(s.F, map_factor, factor);
+      }));
   auto& out = product.epilogue;
   AB_RETURN_IF_ERROR(
       make_row_window_map("a", up.a8.values, kPairDtype, s.F / 2, kScaleBlock / 2, kSubtileRows, &out.a, s.F / 2));
@@ -43,6 +52,11 @@ ab_status launch_fp8_up(const Fp8Up& up, int multiprocessors, cudaStream_t strea
     const int64_t row_bytes = kParts * s.F * 2;
     AB_RETURN_IF_ERROR(make_row_window_map("h", h, dtype, s.F, kSubtileColumns<ElementOfH>, kSubtileRows, &out.h[i],
                                            row_bytes / static_cast<int64_t>(sizeof(ElementOfH))));
+  }
+  out.writes_a = up.a.data != nullptr;
+  if (out.writes_a) {
+    AB_RETURN_IF_ERROR(
+        make_row_window_map("a", up.a.data, up.x.dtype, s.F, kSubtileColumns<Element>, kSubtileRows, &out.a_16_bit));
   }
   out.weights = RowWeights(up.map, up.weights);
   out.columns = static_cast<int32_t>(s.F);

@@ -1,4 +1,5 @@
-// Epilogue of the FP8 up GEMM: writes h like UpEpilogue, and `a` in e4m3 with one scale per row and 128 columns.
+// Epilogue of the FP8 up GEMM: writes h like UpEpilogue, and `a` in e4m3 with one scale per row and 128 columns. An
+// adapter of W_out also needs `a` in 16 bits.
 #pragma once
 
 #include "experts/cuda/ops/fp8.cuh"
@@ -19,10 +20,13 @@ struct Fp8UpEpilogue : UpEpilogue<Element, kLayout> {
 
   float* scales;  // of `a`: [R, F / 128]
   bool power_of_two;
-  const Element* bias;  // [E, kParts, F], or [E, F, 2]; or nullptr
+  const Element* bias;   // [E, kParts, F], or [E, F, 2]; or nullptr
+  bool writes_a;         // in 16 bits too
+  CUtensorMap a_16_bit;  // row window, boxes of a subtile
 
   __device__ void prefetch_maps() const {
     prefetch_map(this->a);
+    if (writes_a) prefetch_map(a_16_bit);
     if (!this->writes_h) return;
 #pragma unroll
     for (const CUtensorMap& map : this->h) prefetch_map(map);
@@ -53,6 +57,12 @@ struct Fp8UpEpilogue : UpEpilogue<Element, kLayout> {
         for (int i = 0; i < Values::kCount; ++i) acc[column / 2 + i] = subtile[i];
       }
       write_quantized(writer, tile, row, block, a, rows);
+      if (writes_a) {
+#pragma unroll
+        for (int column = 0; column < kScaleBlock; column += kSubtileColumns<Element>) {
+          write_masked(writer, tile, row, block + column, a + column / 2, rows, a_16_bit);
+        }
+      }
     }
   }
 
@@ -61,6 +71,7 @@ struct Fp8UpEpilogue : UpEpilogue<Element, kLayout> {
     constexpr int kWidth = Shape::kColumns / kParts;
     writer.write_zeros<kWidth / 2>(Pairs{this->a, this->columns / 2}, in_pairs(tile), row);
     for (int block = 0; block < kWidth; block += kScaleBlock) write_scales(tile, row, block, {1.0f, 1.0f});
+    if (writes_a) writer.write_zeros<kWidth>(RowsOf<Element>{a_16_bit, this->columns}, tile, row);
     if (!this->writes_h) return;
 #pragma unroll
     for (const CUtensorMap& map : this->h) {
@@ -102,6 +113,17 @@ struct Fp8UpEpilogue : UpEpilogue<Element, kLayout> {
     return rows.real[half] ? 0xffffffffu : 0u;
   }
 
+  // Writes a subtile of rows of F elements. Padding rows are zero.
+  __device__ __forceinline__ void write_masked(SubtileWriter& writer, const Tile& tile, int row, int column,
+                                               const float* values, const RowPair& rows, const CUtensorMap& map) const {
+    uint32_t words[Values::kCount / 2];
+#pragma unroll
+    for (int i = 0; i < Values::kCount / 2; ++i) {
+      words[i] = pack<Element>(values[2 * i], values[2 * i + 1]) & mask_of(rows, i % 2);
+    }
+    writer.write_packed_subtile(RowsOf<Element>{map, this->columns}, tile, row, column, words);
+  }
+
   // Writes a subtile of h if it is requested.
   __device__ __forceinline__ void write_h(SubtileWriter& writer, const Tile& tile, int row, int column,
                                           const float* const (&h_parts)[kParts], const RowPair& rows) const {
@@ -121,12 +143,7 @@ struct Fp8UpEpilogue : UpEpilogue<Element, kLayout> {
     } else {
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
-        uint32_t words[Values::kCount / 2];
-#pragma unroll
-        for (int i = 0; i < Values::kCount / 2; ++i) {
-          words[i] = pack<Element>(h_parts[part][2 * i], h_parts[part][2 * i + 1]) & mask_of(rows, i % 2);
-        }
-        writer.write_packed_subtile(RowsOfH{this->h[part], this->columns}, tile, row, column, words);
+        write_masked(writer, tile, row, column, h_parts[part], rows, this->h[part]);
       }
     }
   }

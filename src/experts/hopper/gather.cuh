@@ -91,29 +91,37 @@ class RowGather {
 };
 
 // Gathers rows as the k dimension (MN-major operands): a k-block of rows with kCount columns each, which are rows or
-// columns of the tile. A warp copies 16 rows, with 8 lanes per row and panel.
+// columns of the tile. A warp copies 16 rows, with 8 lanes per row and panel. Its lanes look up the rows of two k-blocks
+// at once, two to three k-blocks ahead, because a look-up takes longer than a k-block.
 template <Side kSide, int kCount>
 class KGather {
  public:
-  __device__ KGather(const GatherSource& from, const Tile& tile) : from_(from) { next_slot_ = find(tile, 0); }
+  __device__ KGather(const GatherSource& from, const Tile& tile) : from_(from) {
+    const int32_t slot = find(tile, 0);
+    next_slot_ = find(tile, 2);
+    place_ = from_.place_of(slot);
+  }
 
-  // Must be called for consecutive k-blocks.
+  // Must be called for consecutive k-blocks, from 0 on.
   __device__ void copy(uint32_t to, const Tile& tile, int k_block) {
-    const uint32_t own_place = from_.place_of(next_slot_);
-    next_slot_ = find(tile, k_block + 1);  // the load completes by the next k-block
+    const int first_lane = k_block % 2 * kWarpK;
     const int chunk = lane_index() % kRowChunks;
     const int32_t source_chunk = first_of<kSide>(tile) / 8 + chunk;
     const char* from = from_.source + int64_t{source_chunk} * 16;
 #pragma unroll
     for (int i = 0; i < kWarpK; i += kWarp / kRowChunks) {
       const int k = i + lane_index() / kRowChunks;
-      const uint32_t place = __shfl_sync(kAllLanes, own_place, k);
+      const uint32_t place = __shfl_sync(kAllLanes, place_, first_lane + k);
       const uint32_t row = to + swizzled(first_k() + k, chunk);
 #pragma unroll
       for (int panel = 0; panel < kCount / kPanel; ++panel) {
         GatherSource::copy_chunk(row + panel * kPanelBytes, from + panel * kSwizzleBytes, place,
                                  source_chunk + panel * kRowChunks < from_.row_chunks);
       }
+    }
+    if (k_block % 2 == 1) {
+      place_ = from_.place_of(next_slot_);
+      next_slot_ = find(tile, k_block + 3);
     }
   }
 
@@ -122,13 +130,15 @@ class KGather {
 
   static __device__ int first_k() { return warp_index() % 4 * kWarpK; }
 
-  // The assignment of the row that this lane looks up; -1: none.
-  __device__ int32_t find(const Tile& tile, int k_block) const {
-    const int32_t k = tile.k + k_block * kBlockK + first_k() + lane_index() % kWarpK;
+  // The assignment of the row that this lane looks up for k-block `first` or first + 1; -1: none.
+  __device__ int32_t find(const Tile& tile, int first) const {
+    const int32_t k = tile.k + (first + lane_index() / kWarpK) * kBlockK + first_k() + lane_index() % kWarpK;
     return k < tile.end_k ? from_.slots[k] : -1;
   }
+  static_assert(2 * kWarpK == kWarp, "a warp looks up the rows of two k-blocks");
 
   const GatherSource& from_;
+  uint32_t place_;
   int32_t next_slot_;
 };
 

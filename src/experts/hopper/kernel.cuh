@@ -219,7 +219,7 @@ class GroupedProduct {
     if (Shape::kTileWarpgroups > 1 && rows <= 0) {
       skip_k_blocks(shared_.ring, tile, blocks_of(p_.b, tile));
     } else if constexpr (OperandA::kScaled) {
-      multiply_scaled_k_blocks(shared_.ring, p_.a, p_.b, tile, member, acc[0]);
+      multiply_scaled_k_blocks<Element>(shared_.ring, p_.a, p_.b, tile, member, acc[0]);
       during_last_products();
     } else if (Shape::kWarpgroupPanels == 1 || rows <= kPanel) {
       multiply_k_blocks<1, Element, OperandA>(shared_.ring, p_.b, n, tile, member, acc, during_products,

@@ -60,8 +60,9 @@ struct ScaledWeights : Operand {
   WeightScales scales;
 };
 
-// acc = A B for the warpgroup's 64 rows. member: which 64 rows of the tile.
-template <class OperandA, class OperandB, class Shape>
+// acc = A B + u B_factor for the warpgroup's 64 rows. u and B_factor have 16-bit elements and no scales. member: which 64
+// rows of the tile.
+template <class Element, class OperandA, class OperandB, class Shape>
 __device__ __forceinline__ void multiply_scaled_k_blocks(OperandRing<Shape>& ring, const OperandA& operand_a,
                                                          const OperandB& operand_b, const Tile& tile, int member,
                                                          float (&acc)[Shape::kColumns / 2]) {
@@ -133,6 +134,32 @@ __device__ __forceinline__ void multiply_scaled_k_blocks(OperandRing<Shape>& rin
       if (half == 1) ring.release(now);
 #pragma unroll
       for (int i = 0; i < kHalf; ++i) acc[half * kHalf + i] = fmaf(sums[i], scales[i / 2 % 2], acc[half * kHalf + i]);
+    }
+  }
+  if constexpr (OperandB::kMayHaveLowRank) {
+    using Multiply = Wgmma<kScaleBlock, Major::k, Major::k, Element>;
+    const int last_block = last_k_block + operand_b.low_rank_blocks();
+#pragma unroll 1
+    for (int block = last_k_block; block < last_block; ++block) {
+      at = OperandRing<Shape>::Position::nth(block);
+      ring.full[at.stage].wait(at.phase);
+      const Descriptor a = first_a + at.stage * (Shape::kBytesA / kPanelBytes) * kNextPanel;
+      const Descriptor b = first_b + at.stage * (Shape::kBytesB / kPanelBytes) * kNextPanel;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        fence_accumulators();
+#pragma unroll
+        for (int k = 0; k < kBlockK / kWgmmaK; ++k) {
+          Multiply::begin(sums, a + k * kNextK<Major::k>,
+                          b + half * (kScaleBlock / kPanel) * kNextPanel + k * kNextK<Major::k>, k == 0 ? never : 1);
+        }
+        commit_products();
+        wait_for_products<0>();
+        finish_accumulators(sums);
+        if (half == 1) ring.release(at);
+#pragma unroll
+        for (int i = 0; i < kHalf; ++i) acc[half * kHalf + i] += sums[i];
+      }
     }
   }
 }

@@ -193,6 +193,8 @@ def _forward_workspace(config: FfnConfig, operands: FfnOperands, R: int, F: int,
     x = operands.x
     x_bytes = workspaces.fp8_rows(*x.shape) if config.fp8 and operands.x_quantized is None else 0
     x_bytes += _lora_workspace(config, operands, R)
+    if config.fp8 and operands.rank("out"):  # the adapter reads `a` in the dtype of x
+        x_bytes += workspaces.ffn_forward(R, F, x.dtype)
     if result == "a":
         return x_bytes
     return x_bytes + (workspaces.fp8_rows(R, F) if config.fp8 else workspaces.ffn_forward(R, F, x.dtype))

@@ -7,11 +7,11 @@
 
 namespace anabranch::cuda::hopper {
 
-template <GateUpLayout kLayout, class Element>
+template <GateUpLayout kLayout, class Element, bool kHasAdapter>
 ab_status launch_fp8_intermediate_gradient(const Fp8IntermediateGradient& g, int multiprocessors, cudaStream_t stream) {
   const FfnSizes& s = g.s;
   using Weights = ShuffledWeightOperand;
-  Product<Fp8Shape, Element, ScaledRows<GatheredRowOperand>, Fp8WeightsWithFactor<Weights>, RowTiles,
+  Product<Fp8Shape, Element, ScaledRows<GatheredRowOperand>, Fp8OperandB<Weights, kHasAdapter>, RowTiles,
           RowTileScheduler<Fp8Shape::kRows, Fp8Shape::kColumns, Fp8Shape::kBlocks>,
           IntermediateGradientEpilogue<Element, kLayout, true, Fp8RowQuantizer<Element, parts_of(kLayout)>>>
       product;
@@ -19,11 +19,13 @@ ab_status launch_fp8_intermediate_gradient(const Fp8IntermediateGradient& g, int
   AB_RETURN_IF_ERROR(
       make_shuffled_matrices_map("w_out", g.w8.values, kPairDtype, s.E, s.F, s.D / 2, kPanel, &product.b.map));
   product.b.scales = scales_of(g.w8, false);
-  AB_RETURN_IF_ERROR(
-      prepare_low_rank<Fp8Shape::kRows>(g.low_rank, g.d_y.dtype, s.E, &product.b, [&](int64_t E, Weights* factor) {
-        return make_shuffled_matrices_map("lora_a_out", g.low_rank.b, g.d_y.dtype, E, s.F, g.low_rank.rank, kPanel,
-                                          &factor->map);
-      }));
+  if constexpr (kHasAdapter) {
+    AB_RETURN_IF_ERROR(
+        prepare_low_rank<Fp8Shape::kRows>(g.low_rank, g.d_y.dtype, s.E, &product.b, [&](int64_t E, Weights* factor) {
+          return make_shuffled_matrices_map("lora_a_out", g.low_rank.b, g.d_y.dtype, E, s.F, g.low_rank.rank, kPanel,
+                                            &factor->map);
+        }));
+  }
   prepare_epilogue(g, &product.epilogue);
   product.epilogue.quantizer = {static_cast<uint8_t*>(g.dh8.values), g.dh8.scales, static_cast<int32_t>(s.F),
                                 g.dh8.power_of_two};
@@ -33,8 +35,11 @@ ab_status launch_fp8_intermediate_gradient(const Fp8IntermediateGradient& g, int
 
 template <GateUpLayout kLayout>
 ab_status launch_fp8_intermediate_gradient(const Fp8IntermediateGradient& g, int multiprocessors, cudaStream_t stream) {
-  return g.h.dtype == AB_BFLOAT16 ? launch_fp8_intermediate_gradient<kLayout, BFloat16>(g, multiprocessors, stream)
-                                  : launch_fp8_intermediate_gradient<kLayout, Float16>(g, multiprocessors, stream);
+  const auto with_element = [&]<class Element>(Element) {
+    return g.low_rank.rank > 0 ? launch_fp8_intermediate_gradient<kLayout, Element, true>(g, multiprocessors, stream)
+                               : launch_fp8_intermediate_gradient<kLayout, Element, false>(g, multiprocessors, stream);
+  };
+  return g.h.dtype == AB_BFLOAT16 ? with_element(BFloat16{}) : with_element(Float16{});
 }
 
 }  // namespace anabranch::cuda::hopper

@@ -10,7 +10,7 @@ namespace anabranch::cuda::hopper {
 
 // In tiles, gate and up are always two halves, whatever their layout in h and the bias. Tensor maps of `a` count pairs
 // of elements. In interleaved h, a gate and its up value count as one 32-bit element.
-template <class Element, GateUpLayout kLayout>
+template <class Element, GateUpLayout kLayout, bool kHasAdapter>
 struct Fp8UpEpilogue : UpEpilogue<Element, kLayout> {
   using Base = UpEpilogue<Element, kLayout>;
   using Base::kParts;
@@ -21,8 +21,8 @@ struct Fp8UpEpilogue : UpEpilogue<Element, kLayout> {
   float* scales;  // of `a`: [R, F / 128]
   bool power_of_two;
   const Element* bias;   // [E, kParts, F], or [E, F, 2]; or nullptr
-  bool writes_a;         // in 16 bits too
-  CUtensorMap a_16_bit;  // row window, boxes of a subtile
+  std::conditional_t<kHasAdapter, bool, std::false_type> writes_a;  // in 16 bits too
+  CUtensorMap a_16_bit;                                            // row window, boxes of a subtile
 
   __device__ void prefetch_maps() const {
     prefetch_map(this->a);

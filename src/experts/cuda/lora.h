@@ -18,8 +18,8 @@
 namespace anabranch::cuda {
 
 // The orientation of a factor [M, N] in memory: as its weight is stored, so that both can be operand B of one GEMM. The
-// weights of FP8 GEMMs are K-major. free_*: a GEMM that reads nothing else accepts both. The factor then keeps its own order if it has no gaps; else a
-// copy has contiguous rows (M, N) or columns (N, M).
+// weights of FP8 GEMMs are K-major. free_*: a GEMM that reads nothing else accepts both. The factor then keeps its own
+// order if it has no gaps; else a copy has contiguous rows (M, N) or columns (N, M).
 enum class FactorOrder { rows, columns, free_rows, free_columns };
 inline FactorOrder order_like(bool weight_is_transposed) {
   return weight_is_transposed ? FactorOrder::columns : FactorOrder::rows;
@@ -58,8 +58,8 @@ class LowRankTerm {
  public:
   LowRankTerm() = default;
 
-  // rank 0: no term. fp8: of a GEMM whose other operands are FP8. Its kernels read rows of u and of B^T by TMA, so their
-  // length, the rank, has to be a multiple of 8: other ranks get copies in the workspace, with zeros at the end.
+  // rank 0: no term. fp8: of a GEMM whose other operands are FP8. Its kernels read rows of u and of B^T by TMA, so
+  // their length, the rank, has to be a multiple of 8: other ranks get copies in the workspace, with zeros at the end.
   LowRankTerm(Workspace& workspace, const void* u, const Factor& b, const GroupedSizes& s, int64_t N, int64_t rank,
               int32_t dtype, bool fp8);
 

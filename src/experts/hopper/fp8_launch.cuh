@@ -55,10 +55,12 @@ inline ab_status make_fp8_weights_map(const char* name, const Fp8Weights& w, int
                            box_columns, map, k / 2, expert_columns);
 }
 
-// Operand B. The factor of a low-rank term has 16-bit elements and is K-major, like the weights. Layers without adapters
-// have kernels of their own: code for the term makes gathering kernels up to 10% slower, also where it does not run.
+// Operand B. The factor of a low-rank term has 16-bit elements and is K-major, like the weights. Layers without
+// adapters have kernels of their own: code for the term makes gathering kernels up to 10% slower, also where it does
+// not run.
 template <class Weights, bool kHasAdapter>
-using Fp8OperandB = std::conditional_t<kHasAdapter, LowRankOperand<ScaledWeights<Weights>, Weights>, ScaledWeights<Weights>>;
+using Fp8OperandB =
+    std::conditional_t<kHasAdapter, LowRankOperand<ScaledWeights<Weights>, Weights>, ScaledWeights<Weights>>;
 
 template <class P>
 ab_status launch_fp8_product(const char* name, P* product, const int32_t* group_sizes, int64_t R, int64_t E, int64_t k,

@@ -34,9 +34,8 @@ ab_status launch_fp8_rows_product(const Fp8RowsProduct& p, int multiprocessors, 
 template <template <class> class Epilogue>
 ab_status launch_fp8_rows_product(const Fp8RowsProduct& p, int multiprocessors, cudaStream_t stream) {
   const auto with_element = [&]<class Element>(Element) {
-    return p.low_rank.rank > 0
-               ? launch_fp8_rows_product<Element, Epilogue<Element>, true>(p, multiprocessors, stream)
-               : launch_fp8_rows_product<Element, Epilogue<Element>, false>(p, multiprocessors, stream);
+    return p.low_rank.rank > 0 ? launch_fp8_rows_product<Element, Epilogue<Element>, true>(p, multiprocessors, stream)
+                               : launch_fp8_rows_product<Element, Epilogue<Element>, false>(p, multiprocessors, stream);
   };
   return p.dtype == AB_BFLOAT16 ? with_element(BFloat16{}) : with_element(Float16{});
 }

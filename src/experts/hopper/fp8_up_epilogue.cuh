@@ -20,9 +20,9 @@ struct Fp8UpEpilogue : UpEpilogue<Element, kLayout> {
 
   float* scales;  // of `a`: [R, F / 128]
   bool power_of_two;
-  const Element* bias;   // [E, kParts, F], or [E, F, 2]; or nullptr
+  const Element* bias;                                              // [E, kParts, F], or [E, F, 2]; or nullptr
   std::conditional_t<kHasAdapter, bool, std::false_type> writes_a;  // in 16 bits too
-  CUtensorMap a_16_bit;                                            // row window, boxes of a subtile
+  CUtensorMap a_16_bit;                                             // row window, boxes of a subtile
 
   __device__ void prefetch_maps() const {
     prefetch_map(this->a);

@@ -91,8 +91,8 @@ class RowGather {
 };
 
 // Gathers rows as the k dimension (MN-major operands): a k-block of rows with kCount columns each, which are rows or
-// columns of the tile. A warp copies 16 rows, with 8 lanes per row and panel. Its lanes look up the rows of two k-blocks
-// at once, two to three k-blocks ahead, because a look-up takes longer than a k-block.
+// columns of the tile. A warp copies 16 rows, with 8 lanes per row and panel. Its lanes look up the rows of two
+// k-blocks at once, two to three k-blocks ahead, because a look-up takes longer than a k-block.
 template <Side kSide, int kCount>
 class KGather {
  public:

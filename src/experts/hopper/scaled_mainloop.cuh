@@ -60,8 +60,8 @@ struct ScaledWeights : Operand {
   WeightScales scales;
 };
 
-// acc = A B + u B_factor for the warpgroup's 64 rows. u and B_factor have 16-bit elements and no scales. member: which 64
-// rows of the tile.
+// acc = A B + u B_factor for the warpgroup's 64 rows. u and B_factor have 16-bit elements and no scales. member: which
+// 64 rows of the tile.
 template <class Element, class OperandA, class OperandB, class Shape>
 __device__ __forceinline__ void multiply_scaled_k_blocks(OperandRing<Shape>& ring, const OperandA& operand_a,
                                                          const OperandB& operand_b, const Tile& tile, int member,

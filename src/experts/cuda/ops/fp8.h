@@ -33,8 +33,8 @@ struct Fp8Weights {
   int64_t part_stride = 0;    // from gate to up
 };
 
-// Phases with FP8 operands and results, in addition to the fields of their 16-bit forms. The matrix B of a low-rank term
-// is K-major, with gate before up. `a` is written in e4m3, and in 16 bits too if Up::a has memory.
+// Phases with FP8 operands and results, in addition to the fields of their 16-bit forms. The matrix B of a low-rank
+// term is K-major, with gate before up. `a` is written in e4m3, and in 16 bits too if Up::a has memory.
 struct Fp8Up : Up {
   Fp8Rows x8;  // gathered
   Fp8Weights w8;

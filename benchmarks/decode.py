@@ -10,8 +10,9 @@ from benchmarks.tables import columns, selected
 
 CAPTION = """microseconds: moe's forward pass in torch, w_in and w_out in checkpoint layout ("pfd", "df"). experts:
 experts with tokens, mean of the calls; floor: time to read their weights at the copy rate of this run; x floor: time
-divided by floor. On a GPU: median of the replays of a CUDA graph. Its calls have different tokens, and rotate layers so
-that weights have left the L2 cache before they are read again. On the CPU: best repeat of one call"""
+divided by floor. r = R: the layer with adapters of that rank, which have float32 factors. On a GPU: median of the
+replays of a CUDA graph. Its calls have different tokens, and rotate layers so that weights have left the L2 cache
+before they are read again. On the CPU: best repeat of one call"""
 
 DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16",)}
 TOKENS = (1, 8, 32, 128, 512)
@@ -19,7 +20,16 @@ SHAPES = {
     "cpu": (LayerShape(1, 512, 256, 64, 8),),
     "cuda": tuple(NAMED[name] for name in ("qwen3-30b", "mixtral", "deepseek-v3")),
 }
-OPTIONS = flags.shapes("three on a GPU, a small one on the CPU, with T = 1, 8, 32, 128 and 512 instead of their own T")
+OPTIONS = {
+    **flags.shapes("three on a GPU, a small one on the CPU, with T = 1, 8, 32, 128 and 512 instead of their own T"),
+    "--rank": {
+        "type": flags.positive,
+        "metavar": "R",
+        "action": "append",
+        "default": [],
+        "help": "also time the layer with adapters of w_in and w_out of this rank",
+    },
+}
 _CALLS = 20
 
 
@@ -36,20 +46,29 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     for dtype in options.dtype:
         for layer in dict.fromkeys(case._replace(T=0) for case in cases):
             same_layer = [case for case in cases if case._replace(T=0) == layer]
-            yield from _layer_rows(same_layer, dtype, device, rate, options.quick)
+            yield from _layer_rows(same_layer, dtype, device, rate, options)
 
 
 def _layer_rows(
-    cases: Sequence[LayerShape], dtype: str, device: str, rate: float, quick: bool
+    cases: Sequence[LayerShape], dtype: str, device: str, rate: float, options: argparse.Namespace
 ) -> Iterator[dict[str, Any]]:
     """Yields the rows of one layer for several T."""
+    from anabranch.torch import init_lora
+
     itemsize = ITEMSIZES[dtype]
     copies = [_weights(cases[0], dtype, device, seed) for seed in range(_copies(cases, itemsize, device))]
+    adapters: dict[str, list[Any]] = {"layer": [None] * len(copies)}
+    for rank in options.rank:
+        adapters[f"r = {rank}"] = [
+            init_lora(w_in, w_out, rank, w_in_layout="pfd", w_out_layout="df") for _, w_in, w_out in copies
+        ]
     calls = _CALLS if device == "cuda" else 1
     for case in cases:
-        found = [_call(case, dtype, copies[i % len(copies)], i) for i in range(calls)]
-        by_name = {"layer": [call for call, _ in found]}
-        times = timing.times_of(device, by_name, quick=quick, least_calls=_CALLS)
+        by_name: dict[str, list[Callable[[], Any]]] = {}
+        for name, factors in adapters.items():
+            found = [_call(case, dtype, copies[i % len(copies)], factors[i % len(copies)], i) for i in range(calls)]
+            by_name[name] = [call for call, _ in found]
+        times = timing.times_of(device, by_name, quick=options.quick, least_calls=_CALLS)
         experts = sum(count for _, count in found) / calls
         floor = experts * 3 * case.D * case.F * itemsize / rate
         yield {
@@ -79,7 +98,9 @@ def _weights(shape: LayerShape, dtype: str, device: str, seed: int) -> tuple[Any
     return normal(D, E, scale=D**-0.5), normal(E, 2, F, D, scale=D**-0.5), normal(E, D, F, scale=F**-0.5)
 
 
-def _call(shape: LayerShape, dtype: str, weights: Sequence[Any], seed: int) -> tuple[Callable[[], Any], int]:
+def _call(
+    shape: LayerShape, dtype: str, weights: Sequence[Any], factors: Any, seed: int
+) -> tuple[Callable[[], Any], int]:
     """Returns a call with its own tokens, and the number of experts that get tokens."""
     import torch
 
@@ -89,7 +110,7 @@ def _call(shape: LayerShape, dtype: str, weights: Sequence[Any], seed: int) -> t
 
     def call() -> Any:
         with torch.no_grad():
-            return moe(x, *weights, topk=shape.K, w_in_layout="pfd", w_out_layout="df")
+            return moe(x, *weights, topk=shape.K, w_in_layout="pfd", w_out_layout="df", lora=factors)
 
     return call, int((call().tokens_per_expert > 0).sum())
 
@@ -97,4 +118,5 @@ def _call(shape: LayerShape, dtype: str, weights: Sequence[Any], seed: int) -> t
 def tables(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Returns the rows as one table."""
     names = ("T,D,F,E,K", "dtype", "layer", "experts", "floor", "x floor", "copy TB/s")
-    return {"": selected(rows, names)}
+    ranks = dict.fromkeys(name for row in rows for name in row if name.startswith("r = "))
+    return {"": selected(rows, (*names, *ranks))}

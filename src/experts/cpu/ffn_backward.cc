@@ -142,7 +142,8 @@ struct Backward {
   int64_t max_parts() const { return std::max<int64_t>(ColumnParts(s.F, 1).count(), 1); }
 
   void fill_factors() {
-    for (const Factor* factor : {&lora_a_in, &lora_b_in, &lora_a_out, &lora_b_out}) factor->fill(threads);
+    for (const Factor* factor : {&lora_a_in, &lora_b_in, &lora_a_out, &lora_b_out})
+      factor->fill(threads, args.group_sizes);
   }
 
   // v_out = scale_out d_y B_out^T.

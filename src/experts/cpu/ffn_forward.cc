@@ -98,7 +98,8 @@ struct Forward {
   }
 
   void fill_factors() {
-    for (const Factor* factor : {&lora_a_in, &lora_b_in, &lora_a_out, &lora_b_out}) factor->fill(threads);
+    for (const Factor* factor : {&lora_a_in, &lora_b_in, &lora_a_out, &lora_b_out})
+      factor->fill(threads, args.group_sizes);
   }
 
   // u = scale_in x A_in.

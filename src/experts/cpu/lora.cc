@@ -48,14 +48,16 @@ Factor::Factor(Workspace& workspace, const ab_tensor* tensor, int32_t dtype, int
   data_ = workspace.take_rows(tensor->shape[0] * tensor->shape[1], columns_of(*tensor), dtype);
 }
 
-void Factor::fill(int threads) const {
+void Factor::fill(int threads, const ab_tensor* group_sizes) const {
   if (from_ == nullptr || data_ == nullptr) return;
   const int32_t row_axis = is_transposed_ ? 2 : 1;
   const int32_t column_axis = from_->rank == 4 ? 3 : 3 - row_axis;
   const int64_t rows = from_->shape[row_axis];
   const int64_t P = from_->rank == 4 ? from_->shape[2] : 1;
   const int64_t F = from_->shape[column_axis];
+  const auto* const sizes = shared_ ? nullptr : data<const int32_t>(group_sizes);
   parallel_for(threads, from_->shape[0] * rows, [&](int64_t row, int) {
+    if (sizes != nullptr && sizes[row / rows] <= 0) return;
     const int64_t offset = row / rows * stride_of(*from_, 0) + row % rows * stride_of(*from_, row_axis);
     with_float_type(from_->dtype, [&]<class From>(From) {
       with_float_type(dtype_, [&]<class To>(To) {

@@ -21,8 +21,8 @@ class Factor {
   // four axes.
   Factor(Workspace& workspace, const ab_tensor* tensor, int32_t dtype, int64_t E, bool interleaved = false);
 
-  // Makes the copy.
-  void fill(int threads) const;
+  // Makes the copy. group_sizes [E]: factors of experts without rows are not copied.
+  void fill(int threads, const ab_tensor* group_sizes) const;
 
   // The factor, or its transpose, as operand B.
   ExpertMatrices matrices(bool transposed) const { return {data_, dtype_, transposed != is_transposed_, {}, shared_}; }
@@ -57,8 +57,8 @@ class ProductAdapter {
 
   // Computes u, unless it is given, and returns the product that uses it.
   LowRankProduct compute(Products& products, int threads, const GroupedRows& rows) const {
-    a_.fill(threads);
-    b_.fill(threads);
+    a_.fill(threads, args_.group_sizes);
+    b_.fill(threads, args_.group_sizes);
     if (args_.lora_a != nullptr) {
       multiply_low_rank(products, threads, rows, matrix_of(args_.x, 0, s_.D), s_.D, a_.matrices(false),
                         args_.lora_scale, u_, s_.rank);

@@ -67,6 +67,7 @@ struct Forward {
                              power_of_two);
   }
 
+  const int32_t* group_sizes() const { return data<const int32_t>(args.group_sizes); }
   int64_t x_rows() const { return s.K > 0 ? s.T : s.R; }
 
   ab_status run_fp8(const Device& device, cudaStream_t stream) const {
@@ -89,7 +90,7 @@ struct Forward {
 
   // Copies the factors. u = scale_in x A_in
   ab_status compute_u(const Device& device, cudaStream_t stream) const {
-    AB_RETURN_IF_ERROR(fill({&lora_a_in, &lora_b_in, &lora_a_out, &lora_b_out}, device, stream));
+    AB_RETURN_IF_ERROR(fill({&lora_a_in, &lora_b_in, &lora_a_out, &lora_b_out}, group_sizes(), device, stream));
     if (s.rank_in == 0) return ok();
     const LowRankRows u{
         .x = args.x->data, .gathers_x = true, .D = s.D, .scale = args.lora_scale_in, .u = lora_u, .rank = s.rank_in};
@@ -106,7 +107,7 @@ struct Forward {
   }
 
   RowsProduct thin() const {
-    return {.group_sizes = data<const int32_t>(args.group_sizes),
+    return {.group_sizes = group_sizes(),
             .map = map,
             .dtype = s.dtype,
             .precision = precision_of(args),
@@ -125,7 +126,7 @@ struct Forward {
     Up up;
     up.s = s;
     up.map = map;
-    up.group_sizes = data<const int32_t>(args.group_sizes);
+    up.group_sizes = group_sizes();
     up.activation = activation_of(args.activation, args.activation_alpha, args.activation_limit);
     up.precision = precision_of(args);
     up.skips_rest = args.skip_rest != 0;
@@ -143,7 +144,7 @@ struct Forward {
     return {.x = a.data,
             .w = data<const void>(args.w_out),
             .transposed = s.layout.out_transposed,
-            .group_sizes = data<const int32_t>(args.group_sizes),
+            .group_sizes = group_sizes(),
             .y = args.y->data,
             .bias = data<const void>(args.b_out),
             .map = map,

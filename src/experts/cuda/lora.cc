@@ -66,19 +66,21 @@ Factor::Factor(Workspace& workspace, const ab_tensor* tensor, int32_t dtype, int
   data_ = workspace.take_rows(axes.shape[0] * axes.shape[1], axes.shape[2] * axes.shape[3], dtype);
 }
 
-void Factor::add_copy(std::vector<StridedCopy>* copies) const {
+void Factor::add_copy(const int32_t* group_sizes, std::vector<StridedCopy>* copies) const {
   if (from_ == nullptr) return;
   const Axes axes(*from_);
   StridedCopy packed{.from = Floats(from_), .to = {data_, dtype_}};
   std::copy_n(axes.shape, 4, packed.shape);
   std::copy_n(axes.strides, 4, packed.from_strides);
   set_strides(axes.shape, transposed_, interleaved_, packed.to_strides);
+  if (!shared_) packed.group_sizes = group_sizes;
   copies->push_back(packed);
 }
 
-ab_status fill(std::initializer_list<const Factor*> factors, const Device& device, cudaStream_t stream) {
+ab_status fill(std::initializer_list<const Factor*> factors, const int32_t* group_sizes, const Device& device,
+               cudaStream_t stream) {
   std::vector<StridedCopy> copies;
-  for (const Factor* factor : factors) factor->add_copy(&copies);
+  for (const Factor* factor : factors) factor->add_copy(group_sizes, &copies);
   return copy(copies, device.multiprocessors, stream);
 }
 

@@ -34,8 +34,8 @@ class Factor {
   Factor(Workspace& workspace, const ab_tensor* tensor, int32_t dtype, int64_t E, FactorOrder order,
          bool interleaved = false);
 
-  // Appends the copy that has to be made, if any.
-  void add_copy(std::vector<StridedCopy>* copies) const;
+  // Appends the copy that has to be made, if any. Factors of experts without rows are not copied.
+  void add_copy(const int32_t* group_sizes, std::vector<StridedCopy>* copies) const;
 
   const void* data() const { return data_; }
   bool transposed() const { return transposed_; }  // stored as [N, M]
@@ -50,8 +50,9 @@ class Factor {
   bool interleaved_ = false;
 };
 
-// Makes the copies of factors.
-ab_status fill(std::initializer_list<const Factor*> factors, const Device& device, cudaStream_t stream);
+// Makes the copies of factors. group_sizes: [E], on the device.
+ab_status fill(std::initializer_list<const Factor*> factors, const int32_t* group_sizes, const Device& device,
+               cudaStream_t stream);
 
 // The low-rank term u B[e] of a GEMM with N columns.
 class LowRankTerm {
@@ -115,7 +116,7 @@ class ProductAdapter {
 
   // Enqueues the copies of the factors and, unless it is given, u. product: the GEMM with w.
   ab_status compute(const RowsProduct& product, const Device& device, cudaStream_t stream) const {
-    AB_RETURN_IF_ERROR(fill({&a_, &b_}, device, stream));
+    AB_RETURN_IF_ERROR(fill({&a_, &b_}, product.group_sizes, device, stream));
     if (args_.lora_a != nullptr) {
       const LowRankRows u{.x = product.x, .D = s_.D, .scale = args_.lora_scale, .u = u_, .rank = s_.rank};
       AB_RETURN_IF_ERROR(compute_rows_product(product_of(u, a_, product), device, stream));

@@ -56,7 +56,7 @@ LoraBackward::LoraBackward(Workspace& workspace, const Args& args, const FfnSize
                   : workspace.take_rows(args.d_lora_b_in->shape[0] * s.rank_in, s.P * s.F, AB_FLOAT32)) {}
 
 ab_status LoraBackward::fill(const Device& device, cudaStream_t stream) const {
-  return cuda::fill({&a_in_, &b_in_, &a_out_, &b_out_}, device, stream);
+  return cuda::fill({&a_in_, &b_in_, &a_out_, &b_out_}, data<const int32_t>(args_.group_sizes), device, stream);
 }
 
 RowsProduct LoraBackward::thin(const Rows& rows) const {

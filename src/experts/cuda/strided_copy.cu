@@ -52,6 +52,7 @@ __global__ void __launch_bounds__(kThreads) copy_elements(const __grid_constant_
     const StridedCopy& of = copy.of;
     const int64_t piece = next - (index == 0 ? 0 : all.ends[index - 1]);
     const int64_t outer = piece / copy.pieces_of_matrix;
+    if (of.group_sizes != nullptr && of.group_sizes[outer] <= 0) continue;
     const int32_t first = static_cast<int32_t>(piece % copy.pieces_of_matrix) * (kThreads * kEach);
     const From* const from = static_cast<const From*>(of.from.data) + outer * of.from_strides[0];
     To* const to = static_cast<To*>(of.to.data) + outer * of.to_strides[0];
@@ -90,7 +91,7 @@ void merge_axes(StridedCopy* copy) {
     while (inner < 3 && copy->shape[inner] == 1) ++inner;
     // A matrix, everything below axis 0, must stay small enough to count.
     const int64_t all = copy->shape[0] * copy->shape[1] * copy->shape[2] * copy->shape[3];
-    if (outer == 0 && all > kMaxRow) break;
+    if (outer == 0 && (all > kMaxRow || copy->group_sizes != nullptr)) break;
     const bool adjacent = copy->from_strides[outer] == copy->shape[inner] * copy->from_strides[inner] &&
                           copy->to_strides[outer] == copy->shape[inner] * copy->to_strides[inner];
     if (copy->shape[inner] == 1) {

@@ -10,7 +10,7 @@
 //   list: 16                                 24 to 51% longer at K = 10 and 16
 //   list: 32                                 1.1 to 2.5 times as long at E = 256 and 512
 //   list: 64                                 1.2 to 1.6 times as long at E = 512
-//   grouped kernels                          3.7 to 11 times as long at E = 256 and 512
+//   grouped kernels                          8 to 10 times as long at E = 128 with 4 groups, 3.7 to 11 above
 //   kernels for few tokens                   T = 64: 9 to 31% longer above 256 experts, 1.2 to 5 times as long below
 //   size of a logit, softmax                 2 to 6% longer
 //   size of a logit, other score functions   3% longer, 1.6% with a bias; these kernels read the size at run time

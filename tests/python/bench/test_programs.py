@@ -37,7 +37,7 @@ RUNS = {
     "layer": (["--shape", TINY, *FLOAT32, "--by", "c", "--by", "jax"], ["both ms", "both GFLOP/s"]),
     "host": (["--shape", TINY, *FLOAT32], ["forward", "no_grad", "both", "median both, one thread"]),
     "lora": (["--shape", TINY, *FLOAT32, "--rank", "2"], ["forward ms", "both ms", "x frozen"]),
-    "decode": (["--shape", TINY, "--tokens", "3", *FLOAT32], ["layer", "x floor", "experts"]),
+    "decode": (["--shape", TINY, "--tokens", "3", "--rank", "2", *FLOAT32], ["layer", "x floor", "experts", "r = 2"]),
 }
 
 
@@ -135,7 +135,7 @@ def test_help_has_the_operations_own_options_alone(operation, capsys):
         "experts": {"--shape", "--tokens", "--by", "--precision", "--activation", "--beside"},
         "layer": {"--shape", "--tokens", "--routing", "--by", "--beside"},
         "torch": {"--shape", "--tokens", "--by"},
-        "decode": {"--shape", "--tokens"},
+        "decode": {"--shape", "--tokens", "--rank"},
         "host": {"--shape", "--tokens"},
         "lora": {"--shape", "--tokens", "--rank", "--shared"},
         "mesh": {"--shape", "--tokens", "--by", "--transport"},

@@ -19,6 +19,9 @@ constexpr int kBlocks = 8;  // per SM
 constexpr int kEach = 4;    // vectors per thread of one piece
 constexpr int kMaxWidth = 4;
 constexpr int kMaxCopies = 4;  // per launch
+// Tiles of transposing copies: elements along the last axis of `from`, and along the last axis of `to`.
+constexpr int kTileFrom = 64;
+constexpr int kTileTo = 32;
 
 // The axes in the order of `to` in memory, outermost first, so that adjacent threads write adjacent elements. A matrix
 // is everything below the outermost axis.
@@ -32,6 +35,7 @@ struct Copy {
   int32_t plane = 0;
   int32_t row = 0;    // vectors
   int32_t width = 1;  // elements of a vector
+  bool transposes = false;
 };
 
 // Copies that one launch makes.
@@ -83,6 +87,55 @@ __global__ void __launch_bounds__(kThreads) copy_elements(const __grid_constant_
   }
 }
 
+// Copies tiles by way of shared memory where adjacent elements of `from` are along axis 2 and those of `to` along axis
+// 3, so that both are accessed in whole sectors. A piece is a tile.
+template <class From, class To>
+__global__ void __launch_bounds__(kThreads) transpose_elements(const __grid_constant__ Copies all) {
+  __shared__ float tile[kTileTo][kTileFrom + 1];  // one more column avoids bank conflicts
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  int index = 0;
+  for (int64_t next = blockIdx.x; next < all.ends[kMaxCopies - 1]; next += gridDim.x) {
+    while (next >= all.ends[index]) ++index;
+    const StridedCopy& of = all.copies[index].of;
+    const int64_t piece = next - (index == 0 ? 0 : all.ends[index - 1]);
+    const int32_t pieces_of_matrix = all.copies[index].pieces_of_matrix;
+    const int64_t outer = piece / pieces_of_matrix;
+    if (of.group_sizes != nullptr && of.group_sizes[outer] <= 0) continue;
+    const auto columns = static_cast<int32_t>(of.shape[2]);
+    const auto rows = static_cast<int32_t>(of.shape[3]);
+    const int32_t row_tiles = (rows + kTileTo - 1) / kTileTo;
+    const int32_t column_tiles = (columns + kTileFrom - 1) / kTileFrom;
+    const auto in_matrix = static_cast<int32_t>(piece % pieces_of_matrix);
+    const int32_t first_row = in_matrix % row_tiles * kTileTo;
+    const int32_t first_column = in_matrix / row_tiles % column_tiles * kTileFrom;
+    const int32_t a = in_matrix / row_tiles / column_tiles;
+    const From* const from =
+        static_cast<const From*>(of.from.data) + outer * of.from_strides[0] + a * of.from_strides[1];
+    To* const to = static_cast<To*>(of.to.data) + outer * of.to_strides[0] + a * of.to_strides[1];
+    const auto thread = static_cast<int32_t>(threadIdx.x);
+#pragma unroll
+    for (int i = 0; i < kTileTo; i += kThreads / kTileFrom) {
+      const int32_t row = i + thread / kTileFrom;
+      const int32_t column = thread % kTileFrom;
+      if (first_row + row < rows && first_column + column < columns) {
+        tile[row][column] = to_float(from[first_column + column + (first_row + row) * of.from_strides[3]]);
+      }
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kTileFrom; i += kThreads / kTileTo) {
+      const int32_t row = thread % kTileTo;
+      const int32_t column = i + thread / kTileTo;
+      if (first_row + row < rows && first_column + column < columns) {
+        To& target = to[(first_column + column) * of.to_strides[2] + first_row + row];
+        target = from_float<To>(of.adds ? to_float(target) + tile[row][column] : tile[row][column]);
+      }
+    }
+    __syncthreads();
+  }
+}
+
 // Merges axes that are adjacent in both tensors, so that a copy without a change of order has one long row.
 void merge_axes(StridedCopy* copy) {
   constexpr int64_t kMaxRow = int64_t{1} << 29;
@@ -129,6 +182,8 @@ ab_status prepare(const StridedCopy& of, Copy* copy) {
   merge_axes(&copy->of);
   const int64_t* shape = copy->of.shape;
   copy->width = has_vectors(copy->of, kMaxWidth) ? kMaxWidth : 1;
+  copy->transposes = copy->of.from_strides[2] == 1 && copy->of.to_strides[3] == 1 && copy->of.from_strides[3] != 1 &&
+                     shape[2] >= kTileFrom / 2 && shape[3] >= kTileTo;
   const int64_t matrix = shape[1] * shape[2] * shape[3] / copy->width;
   AB_RETURN_IF_ERROR(check_counts({{"elements of a factor's matrix", matrix}}));
   copy->matrix = static_cast<int32_t>(matrix);
@@ -137,6 +192,10 @@ ab_status prepare(const StridedCopy& of, Copy* copy) {
   copy->by_plane = Divisor(copy->plane);
   copy->by_row = Divisor(copy->row);
   copy->pieces_of_matrix = (copy->matrix - 1) / (kThreads * kEach) + 1;
+  if (copy->transposes) {
+    const int64_t tiles = shape[1] * ((shape[2] - 1) / kTileFrom + 1) * ((shape[3] - 1) / kTileTo + 1);
+    copy->pieces_of_matrix = static_cast<int32_t>(tiles);  // fewer than elements
+  }
   copy->pieces = shape[0] * copy->pieces_of_matrix;
   return ok();
 }
@@ -153,8 +212,8 @@ ab_status copy(std::span<const StridedCopy> copies, int multiprocessors, cudaStr
   while (!left.empty()) {
     const Copy first = left.front();
     const auto is_other = [&](const Copy& copy) {
-      return copy.width != first.width || copy.of.from.dtype != first.of.from.dtype ||
-             copy.of.to.dtype != first.of.to.dtype;
+      return copy.width != first.width || copy.transposes != first.transposes ||
+             copy.of.from.dtype != first.of.from.dtype || copy.of.to.dtype != first.of.to.dtype;
     };
     const auto same = std::stable_partition(left.begin(), left.end(), is_other);
     const auto begin = left.end() - std::min<std::ptrdiff_t>(left.end() - same, kMaxCopies);
@@ -171,7 +230,9 @@ ab_status copy(std::span<const StridedCopy> copies, int multiprocessors, cudaStr
     const Launch launched{std::min(pieces, int64_t{kBlocks} * multiprocessors), kThreads, 0, stream, true};
     AB_RETURN_IF_ERROR(with_float_type(first.of.from.dtype, [&]<class From>(From) {
       return with_float_type(first.of.to.dtype, [&]<class To>(To) {
-        const auto kernel = first.width == 1 ? copy_elements<From, To, 1> : copy_elements<From, To, kMaxWidth>;
+        const auto kernel = first.transposes   ? transpose_elements<From, To>
+                            : first.width == 1 ? copy_elements<From, To, 1>
+                                               : copy_elements<From, To, kMaxWidth>;
         return launch("strided copy", kernel, launched, all);
       });
     }));

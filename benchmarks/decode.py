@@ -69,7 +69,7 @@ def _layer_rows(
             found = [_call(case, dtype, copies[i % len(copies)], factors[i % len(copies)], i) for i in range(calls)]
             by_name[name] = [call for call, _ in found]
         times = timing.times_of(device, by_name, quick=options.quick, least_calls=_CALLS)
-        experts = sum(count for _, count in found) / calls
+        experts = sum(count for _, count in found) / calls  # adapters do not change the routing
         floor = experts * 3 * case.D * case.F * itemsize / rate
         yield {
             "T,D,F,E,K": str(case),

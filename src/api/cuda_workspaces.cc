@@ -118,8 +118,7 @@ ab_status ab_cuda_lora_workspace_bound(int64_t R, int64_t E, int64_t M, int64_t 
         workspace.take_rows(matrices * M, r, dtype);
         workspace.take_rows(matrices * r, N, dtype);
         workspace.take_rows(R, r, dtype);
-        if (r % 8 != 0) {  // FP8 GEMMs read copies with a rank that is a multiple of 8
-          const int64_t padded = (r + 7) / 8 * 8;
+        if (const int64_t padded = cuda::padded_rank(r); padded != r) {  // copies for FP8 GEMMs
           workspace.take_rows(R, padded, dtype);
           workspace.take_rows(matrices * std::max(M, N), padded, dtype);
         }

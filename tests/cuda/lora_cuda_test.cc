@@ -24,24 +24,28 @@ LoraCase fp8_case(int32_t dtype) {
   return l;
 }
 
-// Rotates the options, so that each occurs with every dtype and most pairs occur.
+// Sets options by the seed. With consecutive seeds each occurs with every dtype, and most pairs occur.
+void rotate_options(unsigned seed, int layout, LoraCase* l) {
+  if (seed % 4 == 3) l->c.T = l->c.K = 0;
+  l->c.layout = layout;
+  l->c.activation = l->c.P == 2 ? AB_SWIGLU_OAI : AB_GELU;
+  l->c.weighting = static_cast<Weighting>(seed % 3);
+  l->c.biases = seed % 2 == 0;
+  l->c.accumulate = seed % 7 == 0;
+  l->dtype = l->c.accumulate || seed % 3 == 1 ? AB_FLOAT32 : 0;
+  l->order = static_cast<int>(seed % 3);
+  l->shared = seed * 5 % 16;
+  l->frozen = seed % 6 != 0;
+  l->saves_u = seed % 4 != 0;
+}
+
 TEST_F(LoraCuda, EveryOptionMatchesTheCpu) {
   unsigned seed = 0;
   for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16}) {
     for (int layout = 0; layout < static_cast<int>(kLayouts.size()); ++layout) {
       if (++seed % 2 == 0 && dtype == AB_FLOAT16) continue;
       LoraCase l = small_case(dtype, seed / 2 % 2 == 0, seed % 5 == 0 ? 1 : 2);
-      if (seed % 4 == 3) l.c.T = l.c.K = 0;
-      l.c.layout = layout;
-      l.c.activation = l.c.P == 2 ? AB_SWIGLU_OAI : AB_GELU;
-      l.c.weighting = static_cast<Weighting>(seed % 3);
-      l.c.biases = seed % 2 == 0;
-      l.c.accumulate = seed % 7 == 0;
-      l.dtype = l.c.accumulate || seed % 3 == 1 ? AB_FLOAT32 : 0;
-      l.order = static_cast<int>(seed % 3);
-      l.shared = seed * 5 % 16;
-      l.frozen = seed % 6 != 0;
-      l.saves_u = seed % 4 != 0;
+      rotate_options(seed, layout, &l);
       check(l, seed);
       if (HasFatalFailure()) return;
     }
@@ -412,16 +416,7 @@ TEST_F(LoraFp8Cuda, EveryOptionMatchesTheCpu) {
       LoraCase l = fp8_case(dtype);
       ++seed;
       if (seed % 5 == 0) l.c.P = 1;
-      if (seed % 4 == 3) l.c.T = l.c.K = 0;
-      l.c.layout = layout;
-      l.c.activation = l.c.P == 2 ? AB_SWIGLU_OAI : AB_GELU;
-      l.c.weighting = static_cast<Weighting>(seed % 3);
-      l.c.biases = seed % 2 == 0;
-      l.dtype = seed % 3 == 1 ? AB_FLOAT32 : 0;
-      l.order = static_cast<int>(seed % 3);
-      l.shared = seed * 5 % 16;
-      l.frozen = seed % 6 != 0;
-      l.saves_u = seed % 4 != 0;
+      rotate_options(seed, layout, &l);
       check(l, seed);
       if (HasFatalFailure()) return;
     }

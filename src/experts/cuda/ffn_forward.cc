@@ -73,6 +73,7 @@ struct Forward {
   ab_status run_fp8(const Device& device, cudaStream_t stream) const {
     if (args.x_q == nullptr) AB_RETURN_IF_ERROR(quantize_rows(Floats(args.x), x_rows(), s.D, x8, stream));
     AB_RETURN_IF_ERROR(w_in.fill(stream));
+    AB_RETURN_IF_ERROR(fill_factors(device, stream));
     AB_RETURN_IF_ERROR(compute_u(device, stream));
     AB_RETURN_IF_ERROR(compute_up(Fp8Up{up(), rows_of(x8), w_in.weights(), a8}, device, stream));
     AB_RETURN_IF_ERROR(compute_z(device, stream));
@@ -82,15 +83,19 @@ struct Forward {
   }
 
   ab_status run(const Device& device, cudaStream_t stream) const {
+    AB_RETURN_IF_ERROR(fill_factors(device, stream));
     AB_RETURN_IF_ERROR(compute_u(device, stream));
     AB_RETURN_IF_ERROR(compute_up(up(), device, stream));
     AB_RETURN_IF_ERROR(compute_z(device, stream));
     return args.y == nullptr ? ok() : compute_rows_product(down(), device, stream);
   }
 
-  // Copies the factors. u = scale_in x A_in
+  ab_status fill_factors(const Device& device, cudaStream_t stream) const {
+    return fill({&lora_a_in, &lora_b_in, &lora_a_out, &lora_b_out}, group_sizes(), device, stream);
+  }
+
+  // u = scale_in x A_in
   ab_status compute_u(const Device& device, cudaStream_t stream) const {
-    AB_RETURN_IF_ERROR(fill({&lora_a_in, &lora_b_in, &lora_a_out, &lora_b_out}, group_sizes(), device, stream));
     if (s.rank_in == 0) return ok();
     const LowRankRows u{
         .x = args.x->data, .gathers_x = true, .D = s.D, .scale = args.lora_scale_in, .u = lora_u, .rank = s.rank_in};

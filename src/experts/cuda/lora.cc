@@ -4,6 +4,7 @@
 
 #include "core/cuda/failure.h"
 #include "core/tensor.h"
+#include "experts/cuda/ops/workspace_sizes.h"
 
 namespace anabranch::cuda {
 namespace {
@@ -89,8 +90,8 @@ LowRankTerm::LowRankTerm(Workspace& workspace, const void* u, const Factor& b, c
     : rank_(rank), dtype_(dtype) {
   if (rank == 0) return;
   term_ = {u, b.data(), b.shared(), rank};
-  if (!fp8 || rank % 8 == 0) return;
-  term_.rank = (rank + 7) / 8 * 8;
+  if (!fp8 || padded_rank(rank) == rank) return;
+  term_.rank = padded_rank(rank);
   u_ = pad(workspace, u, s.R);
   b_ = pad(workspace, b.data(), (b.shared() ? 1 : s.E) * N);
   term_.u = u_.to;

@@ -59,8 +59,8 @@ class LowRankTerm {
  public:
   LowRankTerm() = default;
 
-  // rank 0: no term. fp8: of a GEMM whose other operands are FP8. Its kernels read rows of u and of B^T by TMA, so
-  // their length, the rank, has to be a multiple of 8: other ranks get copies in the workspace, with zeros at the end.
+  // rank 0: no term. fp8: the other operands of the GEMM are FP8. Then u and B^T have rows of padded_rank(rank)
+  // elements; other ranks get copies in the workspace, with zeros at the end of rows.
   LowRankTerm(Workspace& workspace, const void* u, const Factor& b, const GroupedSizes& s, int64_t N, int64_t rank,
               int32_t dtype, bool fp8);
 

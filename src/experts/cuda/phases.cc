@@ -81,8 +81,11 @@ ab_status compute_up(const Fp8Up& up, const Device& device, cudaStream_t stream)
 
 ab_status compute_rows_product(const Fp8RowsProduct& product, const Device& device, cudaStream_t stream) {
   if (product.R * product.N == 0) return ok();
-  // With D = 0 there are no blocks to quantise.
-  if (product.D == 0) return compute_rows_product(static_cast<const RowsProduct&>(product), device, stream);
+  if (product.D == 0) {  // no blocks to quantise; rows of a low-rank term are zero
+    RowsProduct plain = product;
+    plain.low_rank = {};
+    return compute_rows_product(plain, device, stream);
+  }
   AB_RETURN_IF_ERROR(check_fp8(product, device));
   AB_RETURN_IF_ERROR(hopper::launch_gemm(product, device.multiprocessors, stream));
   const bool clears_padding = product.weights.data != nullptr || product.bias != nullptr;

@@ -44,6 +44,26 @@ struct Copies {
   Copy copies[kMaxCopies];
 };
 
+// A piece of one matrix of a copy.
+struct Piece {
+  const Copy& copy;
+  int64_t matrix;
+  int32_t index;    // among the pieces of the matrix
+  bool is_skipped;  // the matrix has no rows
+};
+
+// number: that of the piece among the pieces of all copies. copy: the index of an earlier piece's copy, which becomes
+// that of this piece.
+__device__ __forceinline__ Piece find_piece(const Copies& all, int64_t number, int* copy) {
+  while (number >= all.ends[*copy]) ++*copy;
+  const Copy& found = all.copies[*copy];
+  const int64_t in_copy = number - (*copy == 0 ? 0 : all.ends[*copy - 1]);
+  const int64_t matrix = in_copy / found.pieces_of_matrix;
+  const int32_t* const sizes = found.of.group_sizes;
+  return {found, matrix, static_cast<int32_t>(in_copy % found.pieces_of_matrix),
+          sizes != nullptr && sizes[matrix] <= 0};
+}
+
 // A thread copies kWidth adjacent elements at a time.
 template <class From, class To, int kWidth>
 __global__ void __launch_bounds__(kThreads) copy_elements(const __grid_constant__ Copies all) {
@@ -51,15 +71,13 @@ __global__ void __launch_bounds__(kThreads) copy_elements(const __grid_constant_
   let_next_kernel_start();
   int index = 0;
   for (int64_t next = blockIdx.x; next < all.ends[kMaxCopies - 1]; next += gridDim.x) {
-    while (next >= all.ends[index]) ++index;
-    const Copy& copy = all.copies[index];
+    const Piece piece = find_piece(all, next, &index);
+    if (piece.is_skipped) continue;
+    const Copy& copy = piece.copy;
     const StridedCopy& of = copy.of;
-    const int64_t piece = next - (index == 0 ? 0 : all.ends[index - 1]);
-    const int64_t outer = piece / copy.pieces_of_matrix;
-    if (of.group_sizes != nullptr && of.group_sizes[outer] <= 0) continue;
-    const int32_t first = static_cast<int32_t>(piece % copy.pieces_of_matrix) * (kThreads * kEach);
-    const From* const from = static_cast<const From*>(of.from.data) + outer * of.from_strides[0];
-    To* const to = static_cast<To*>(of.to.data) + outer * of.to_strides[0];
+    const int32_t first = piece.index * (kThreads * kEach);
+    const From* const from = static_cast<const From*>(of.from.data) + piece.matrix * of.from_strides[0];
+    To* const to = static_cast<To*>(of.to.data) + piece.matrix * of.to_strides[0];
     Vector<From, kWidth> read[kEach];
     To* targets[kEach];
 #pragma unroll
@@ -96,23 +114,19 @@ __global__ void __launch_bounds__(kThreads) transpose_elements(const __grid_cons
   let_next_kernel_start();
   int index = 0;
   for (int64_t next = blockIdx.x; next < all.ends[kMaxCopies - 1]; next += gridDim.x) {
-    while (next >= all.ends[index]) ++index;
-    const StridedCopy& of = all.copies[index].of;
-    const int64_t piece = next - (index == 0 ? 0 : all.ends[index - 1]);
-    const int32_t pieces_of_matrix = all.copies[index].pieces_of_matrix;
-    const int64_t outer = piece / pieces_of_matrix;
-    if (of.group_sizes != nullptr && of.group_sizes[outer] <= 0) continue;
+    const Piece piece = find_piece(all, next, &index);
+    if (piece.is_skipped) continue;
+    const StridedCopy& of = piece.copy.of;
     const auto columns = static_cast<int32_t>(of.shape[2]);
     const auto rows = static_cast<int32_t>(of.shape[3]);
     const int32_t row_tiles = (rows + kTileTo - 1) / kTileTo;
     const int32_t column_tiles = (columns + kTileFrom - 1) / kTileFrom;
-    const auto in_matrix = static_cast<int32_t>(piece % pieces_of_matrix);
-    const int32_t first_row = in_matrix % row_tiles * kTileTo;
-    const int32_t first_column = in_matrix / row_tiles % column_tiles * kTileFrom;
-    const int32_t a = in_matrix / row_tiles / column_tiles;
+    const int32_t first_row = piece.index % row_tiles * kTileTo;
+    const int32_t first_column = piece.index / row_tiles % column_tiles * kTileFrom;
+    const int32_t a = piece.index / row_tiles / column_tiles;
     const From* const from =
-        static_cast<const From*>(of.from.data) + outer * of.from_strides[0] + a * of.from_strides[1];
-    To* const to = static_cast<To*>(of.to.data) + outer * of.to_strides[0] + a * of.to_strides[1];
+        static_cast<const From*>(of.from.data) + piece.matrix * of.from_strides[0] + a * of.from_strides[1];
+    To* const to = static_cast<To*>(of.to.data) + piece.matrix * of.to_strides[0] + a * of.to_strides[1];
     const auto thread = static_cast<int32_t>(threadIdx.x);
 #pragma unroll
     for (int i = 0; i < kTileTo; i += kThreads / kTileFrom) {

@@ -26,6 +26,9 @@ inline int64_t combined_columns(int64_t R, int64_t E, int64_t N, int64_t D, bool
   return chunk_columns(R, E, N, D, backward, wide_tiles ? 256 : 192);
 }
 
+// The rank of an adapter's operands of FP8 GEMMs: their rows of 16-bit elements must be whole 16-byte chunks.
+constexpr int64_t padded_rank(int64_t rank) { return (rank + 7) / 8 * 8; }
+
 // Bytes of quantised rows and their scales.
 inline size_t fp8_rows_bytes(int64_t R, int64_t columns) {
   Workspace workspace;

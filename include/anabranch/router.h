@@ -78,7 +78,7 @@ typedef struct ab_router_backward_args {
   const ab_tensor* d_aux_scores; /* [T, E]; excludes d_score_sum */
   const ab_tensor* d_lse;        /* [T] */
   /* output */
-  const ab_tensor* d_logits; /* [T, E], dtype of the logits */
+  const ab_tensor* d_logits; /* [T, E], dtype of the logits; beside float32 logits any float dtype, rounded once */
   /* another result of the forward pass */
   const ab_tensor* routing_map; /* [T, E] bool, or [T, ceil(E/8)] uint8 bit map, with d_probs and instead of experts;
                                  * the map of a token is not read past its first K experts */

@@ -48,7 +48,8 @@ struct RouterBackward {
   bool auxiliary = false;     // a cotangent of auxiliary scores or their sums is given
   bool softmax_rows = false;  // softmax over all experts is needed
 
-  void* d_logits = nullptr;  // dtype of the logits
+  void* d_logits = nullptr;
+  int32_t d_logits_dtype = 0;  // that of the logits; beside float32 logits any float dtype
 
   TokenBlocks blocks{0, 0};  // blocks within the sequences of d_score_sum
 

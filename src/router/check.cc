@@ -239,8 +239,9 @@ ab_status check_router_backward(const ab_router_backward_args* args, RouterBackw
   if (args->d_score_sum != nullptr) {
     AB_RETURN_IF_ERROR(check_statistics("d_score_sum", args->d_score_sum, kFloats, T, E, &sequences));
   }
-  AB_RETURN_IF_ERROR(check_tensor("d_logits", args->d_logits, dtype_bit(static_cast<ab_dtype>(args->logits->dtype)),
-                                  {{"T", T}, {"E", E}}));
+  const Dtypes d_logits_dtypes =
+      args->logits->dtype == AB_FLOAT32 ? kFloats : dtype_bit(static_cast<ab_dtype>(args->logits->dtype));
+  AB_RETURN_IF_ERROR(check_tensor("d_logits", args->d_logits, d_logits_dtypes, {{"T", T}, {"E", E}}));
 
   const bool weighted = args->d_weights != nullptr || args->d_probs != nullptr;
   AB_RETURN_IF_ERROR(
@@ -295,6 +296,7 @@ ab_status check_router_backward(const ab_router_backward_args* args, RouterBackw
   op->softmax_rows = args->d_lse != nullptr ||
                      (args->score_function == AB_SOFTMAX && (auxiliary || (weighted && args->normalize == 0)));
   op->d_logits = data<void>(args->d_logits);
+  op->d_logits_dtype = args->d_logits->dtype;
   op->blocks = TokenBlocks(T, sequences);
   return ok();
 }

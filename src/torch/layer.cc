@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "torch/blas.h"
 #include "torch/operations.h"
 #include "torch/prepared.h"
 
@@ -131,8 +132,7 @@ std::vector<Tensor> take(const Value* stack, const std::string& kinds) {
 }
 
 // The gate's GEMMs, in the same way as layer/gate.py. A CPU multiplies in float32 by the library's grouped GEMM; a GPU
-// multiplies operands of one dtype, float32 or bfloat16, by torch's. layer/native_passes.py excludes other dtypes
-// there.
+// multiplies operands of one dtype, float32 or bfloat16, by cuBLAS. layer/native_passes.py excludes other dtypes there.
 
 // int32 [1] that holds the number of rows.
 Tensor one_group(const Tensor& rows) {
@@ -174,10 +174,11 @@ Tensor gradient_on_cpu(const Tensor& given_x, const Tensor& d_logits) {
 
 Tensor gate_logits(const Tensor& x, const Tensor& gate) {
   if (!x.on_cuda()) return rows_on_cpu(x, gate);
-  return matmul(x, gate, shims.dtype_float32());
+  return multiply(x, gate, shims.dtype_float32());
 }
 
-// d_x in the dtype of x, and d_gate in float32; an empty tensor if it is not requested.
+// d_x in the dtype of x, and d_gate in float32; an empty tensor if it is not requested. On a GPU d_logits has the dtype
+// of x.
 std::pair<Tensor, Tensor> gate_backward(const Tensor& x, const Tensor& gate, const Tensor& d_logits, bool needs_x,
                                         bool needs_gate) {
   std::pair<Tensor, Tensor> gradients;
@@ -186,9 +187,8 @@ std::pair<Tensor, Tensor> gate_backward(const Tensor& x, const Tensor& gate, con
     if (needs_gate) gradients.second = gradient_on_cpu(x, d_logits);
     return gradients;
   }
-  const Tensor rounded = to_dtype(d_logits, x.dtype());
-  if (needs_x) gradients.first = matmul(rounded, transposed(gate), x.dtype());
-  if (needs_gate) gradients.second = matmul(transposed(x), rounded, shims.dtype_float32());
+  if (needs_x) gradients.first = multiply(d_logits, transposed(gate), x.dtype());
+  if (needs_gate) gradients.second = multiply(transposed(x), d_logits, shims.dtype_float32());
   return gradients;
 }
 
@@ -299,7 +299,11 @@ void layer_backward(Value* stack, uint64_t, uint64_t) {
     arguments.add_none();  // its scales
   }
   add_all(arguments, {H, X, WEIGHTS, MAPS, W_IN, B_IN, W_OUT, B_OUT});
-  if (routes) add_all(arguments, {LOGITS, EXPERTS, MASK, LSE, D_SCORE_SUM, D_LSE});
+  if (routes) {
+    add_all(arguments, {LOGITS, EXPERTS, MASK, LSE, D_SCORE_SUM, D_LSE});
+    // The gate's GEMMs multiply bfloat16 operands on a GPU.
+    arguments.add_option(static_cast<int8_t>(t[X].on_cuda() ? t[X].dtype() : shims.dtype_float32()));
+  }
   arguments.add_option(static_cast<int8_t>(stack[W_OUT_DTYPE]));
   add_options(arguments, routes ? config.layer : config.network);
   // packed_experts_hidden has the results of packed_layer_hidden, and the gradient of the weights in addition.

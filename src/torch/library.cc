@@ -2,6 +2,7 @@
 #include <exception>
 #include <string>
 
+#include "torch/blas.h"
 #include "torch/layer.h"
 #include "torch/operations.h"
 #include "torch/prepared.h"
@@ -33,7 +34,9 @@ using namespace anabranch::torch;
 // Returns the name of a function that torch lacks, or NULL. cpu, cuda: handles of torch's libraries; cuda may be NULL.
 AB_EXPORT const char* ab_torch_load(void* cpu, void* cuda, Prepare prepare, Release release) {
   set_callbacks(prepare, release);
-  return find_shims(cpu, cuda);
+  if (const char* missing = find_shims(cpu, cuda)) return missing;
+  if (cuda != nullptr) find_blas(cuda);
+  return nullptr;
 }
 
 AB_EXPORT int32_t ab_torch_takes_lists() { return takes_lists(); }

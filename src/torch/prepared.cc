@@ -225,20 +225,6 @@ Cache& cache() {
   return *cache;
 }
 
-class DeviceGuard {
- public:
-  explicit DeviceGuard(const Arguments& arguments) {
-    if (arguments.device_type == shims.device_type_cpu()) return;
-    check(shims.new_device_guard(arguments.device_index, &guard_), "set the device");
-  }
-  ~DeviceGuard() {
-    if (guard_ != nullptr) shims.delete_device_guard(guard_);
-  }
-
- private:
-  void* guard_ = nullptr;
-};
-
 }  // namespace
 
 void set_callbacks(Prepare prepare, Release release) {
@@ -288,7 +274,7 @@ std::vector<Tensor> run(int32_t operation, Arguments& arguments) {
     cache().add(arguments.key, std::move(made));
   }
   const GiveBack give_back{prepared};
-  const DeviceGuard guard(arguments);
+  const DeviceGuard guard(arguments.device_type, arguments.device_index);
   return prepared->run(arguments);
 }
 

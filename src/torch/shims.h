@@ -140,6 +140,22 @@ class Tensor {
   Handle handle_ = nullptr;
 };
 
+// Makes a device the current one for its lifetime, unless it is the CPU.
+class DeviceGuard {
+ public:
+  DeviceGuard(int32_t device_type, int32_t device_index) {
+    if (device_type == shims.device_type_cpu()) return;
+    check(shims.new_device_guard(device_index, &guard_), "set the device");
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  ~DeviceGuard() {
+    if (guard_ != nullptr) shims.delete_device_guard(guard_);
+  }
+
+ private:
+  void* guard_ = nullptr;
+};
+
 // A new tensor; strides are row-major.
 Tensor empty(int64_t rank, const int64_t* sizes, int32_t dtype, int32_t device_type, int32_t device_index);
 bool is_contiguous(const Tensor& tensor);

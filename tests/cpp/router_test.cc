@@ -8,6 +8,7 @@
 #include <limits>
 #include <random>
 
+#include "float_tensor.h"
 #include "support.h"
 
 namespace anabranch::testing {
@@ -272,6 +273,46 @@ TEST(RouterForward, HasTheSameBitsForEveryThreadCountAndSetOfOutputs) {
       ASSERT_EQ(got, one.experts[i]);
     }
   }
+}
+
+TEST(RouterBackward, RoundsGradientsOfFloat32LogitsOnce) {
+  const int64_t T = 37, E = 24, K = 4;
+  const Tensor<float> logits({T, E}, random(T * E, 1));
+  const Tensor<float> d_weights({T, K}, random(T * K, 2));
+  const Tensor<float> d_score_sum({E}, random(E, 3));
+  Tensor<int32_t> experts({T, K});
+  ab_router_forward_args args = forward_args(logits, K);
+  args.experts = experts.view();
+  EXPECT_OK(forward(args));
+  const auto compute = [&](FloatTensor& d_logits) {
+    ab_router_backward_args back = backward_args(logits, K, {});
+    back.experts = experts.view();
+    back.d_weights = d_weights.view();
+    back.d_score_sum = d_score_sum.view();
+    back.d_logits = d_logits.view();
+    EXPECT_OK(backward(back));
+  };
+  FloatTensor exact({T, E}, AB_FLOAT32);
+  compute(exact);
+  for (const int32_t dtype : {AB_BFLOAT16, AB_FLOAT16}) {
+    FloatTensor got({T, E}, dtype);
+    compute(got);
+    FloatTensor want({T, E}, dtype);
+    for (int64_t i = 0; i < T * E; ++i) {
+      want.set(i, exact.get(i));
+      ASSERT_EQ(got.get(i), want.get(i));
+    }
+  }
+  const FloatTensor halves({T, E}, AB_BFLOAT16);
+  ab_router_backward_args back = backward_args(logits, K, {});
+  back.logits = halves.view();
+  back.experts = experts.view();
+  back.d_weights = d_weights.view();
+  Tensor<float> d_logits({T, E});
+  back.d_logits = d_logits.view();
+  const ab_status status = backward(back);
+  EXPECT_EQ(status.code, AB_INVALID_ARGUMENT);
+  EXPECT_NE(std::string(status.message).find("d_logits"), std::string::npos) << status.message;
 }
 
 TEST(RouterBackward, HasTheSameBitsForEveryThreadCount) {

@@ -186,12 +186,27 @@ void compare_gradients(const Case& c, const Inputs& in, const Outputs& out, unsi
     args.d_logits = want.view();
     EXPECT_OK(call(ab_router_backward, ab_router_backward_workspace, args));
     args.d_logits = got.view();
-    Mirrors mirrors;
-    args = on_device(args, add_to(&mirrors, c.unaligned));
-    EXPECT_OK(ab_cuda_router_backward(&args, nullptr));
-    mirrors.fetch();
+    const auto run_backward = [&] {
+      Mirrors mirrors;
+      const ab_router_backward_args there = on_device(args, add_to(&mirrors, c.unaligned));
+      EXPECT_OK(ab_cuda_router_backward(&there, nullptr));
+      mirrors.fetch();
+    };
+    run_backward();
     const double error =
         relative_error(got.size(), [&](int64_t i) { return got.get(i); }, [&](int64_t i) { return want.get(i); });
+    if (c.dtype == AB_FLOAT32) {
+      const int32_t dtype = which % 2 == 0 ? AB_BFLOAT16 : AB_FLOAT16;
+      FloatTensor rounded({c.T, c.E}, dtype);
+      args.d_logits = rounded.view();
+      run_backward();
+      FloatTensor once({c.T, c.E}, dtype);
+      for (int64_t i = 0; i < got.size(); ++i) {
+        once.set(i, got.get(i));
+        ASSERT_TRUE(rounded.get(i) == once.get(i) || (std::isnan(rounded.get(i)) && std::isnan(once.get(i))))
+            << "d_logits rounded, cotangent " << which << ", element " << i;
+      }
+    }
     double largest = 0.0;
     for (int64_t i = 0; i < want.size(); ++i) largest = std::max<double>(largest, std::abs(want.get(i)));
     if (largest < kBound) {  // the gradient is zero except for rounding

@@ -112,7 +112,8 @@ void make_router_backward(const Operation& operation, Random& random, Call* call
     lse.finite = true;
     lse.derive = [call](char* content) { fill_lse(call->operands.front(), content); };
   }
-  call->output(ARGUMENT(d_logits), dtype, {s.T, s.E}).scale = 16.0 * static_cast<double>(s.K);
+  const int32_t gradient_dtype = dtype == AB_FLOAT32 && random.chance(0.3) ? any_float(random) : dtype;
+  call->output(ARGUMENT(d_logits), gradient_dtype, {s.T, s.E}).scale = 16.0 * static_cast<double>(s.K);
   call->options = {{"topk", &args->topk}, {"score_function", &args->score_function}, {"normalize", &args->normalize}};
   call->numbers = {{"scaling_factor", &args->scaling_factor}};
 }

@@ -153,7 +153,7 @@ class Tile {
 
   void write_row(int64_t t, int lane) {
     const int64_t E = op_.E;
-    const bool direct = op_.logits_dtype == AB_FLOAT32;
+    const bool direct = op_.d_logits_dtype == AB_FLOAT32;
     float* d = direct ? static_cast<float*>(op_.d_logits) + t * E : d_;
     if (unmasked_[lane] && op_.d_aux_scores.data != nullptr) {
       load_row(op_.d_aux_scores.data, op_.d_aux_scores.dtype, t, E, 0.0f, g_);
@@ -170,7 +170,7 @@ class Tile {
         if (e >= 0) d[e] += slot_g_[k * kLanes + lane];
       }
     }
-    if (!direct) store_row(d, E, op_.logits_dtype, t, op_.d_logits);
+    if (!direct) store_row(d, E, op_.d_logits_dtype, t, op_.d_logits);
   }
 
   // d_e = s_e (G_e - sum G s + d_lse - sum_R g s), s = softmax(z): the common terms of auxiliary scores, lse and raw

@@ -316,8 +316,8 @@ struct GenericGradients {
             step[k + 3] += four.w;
           }
         }
-        char* const out = static_cast<char*>(op.d_logits) + t * op.E * (op.logits_dtype == AB_FLOAT32 ? 4 : 2);
-        store_step(out, op.logits_dtype, call.vectors, expert, E, step);
+        char* const out = static_cast<char*>(op.d_logits) + t * op.E * (op.d_logits_dtype == AB_FLOAT32 ? 4 : 2);
+        store_step(out, op.d_logits_dtype, call.vectors, expert, E, step);
       });
     }
   }
@@ -379,7 +379,7 @@ ab_status launch_backward_generic(const RouterBackward& op, cudaStream_t stream)
   GenericCall call{};
   call.op = op;
   const int64_t size = dtype_size(op.logits_dtype);
-  call.vectors = rows_are_vectors(op.logits, op.E, size) && rows_are_vectors(op.d_logits, op.E, size);
+  call.vectors = rows_are_vectors(op.logits, op.E, size) && rows_are_vectors(op.d_logits, op.E, dtype_size(op.d_logits_dtype));
   call.aux_vectors = op.d_aux_scores.data != nullptr &&
                      rows_are_vectors(op.d_aux_scores.data, op.E, dtype_size(op.d_aux_scores.dtype));
   int64_t used = 0;

@@ -430,6 +430,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_per_sm(kScores, kSize, k
   Rows rows(gradients.memory, gradients.E, call.logits_are_aligned, op.logits_dtype);
   Rows next_rows = rows.at(rows.address() + (kReadsRows ? rows.bytes() : 0));
   const unsigned row_bytes = gradients.E * rows.element_size();
+  const unsigned out_row_bytes = gradients.E * (op.d_logits_dtype == AB_FLOAT32 ? 4 : 2);
   const char* logits = static_cast<const char*>(op.logits) + (block_begin + begin) * row_bytes;
 
   // Loads are issued ahead of their rounds: rows by one round, the data of slots too if that is faster, and their
@@ -479,8 +480,14 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_per_sm(kScores, kSize, k
     gradients.load_own_cotangents(info);
     __syncwarp();
     gradients.compute(rows, info, slots);
-    char* const out = static_cast<char*>(op.d_logits) + size_t{info.first} * row_bytes;
-    rows.copy_out(out, info.count, call.gradients_are_aligned);
+    char* const out = static_cast<char*>(op.d_logits) + size_t{info.first} * out_row_bytes;
+    if (op.d_logits_dtype == op.logits_dtype) {
+      rows.copy_out(out, info.count, call.gradients_are_aligned);
+    } else if (op.d_logits_dtype == AB_BFLOAT16) {
+      rows.template copy_out_rounded<BFloat16>(out, info.count, call.gradients_are_aligned);
+    } else {
+      rows.template copy_out_rounded<Float16>(out, info.count, call.gradients_are_aligned);
+    }
     __syncwarp();
     const Rows used = rows;
     rows = next_rows;

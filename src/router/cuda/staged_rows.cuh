@@ -182,6 +182,28 @@ class StagedRows {
     }
   }
 
+  // The same for float32 rows, rounded to T, a 16-bit dtype.
+  template <class T>
+  __device__ __forceinline__ void copy_out_rounded(char* to, unsigned count, bool to_aligned) const {
+    constexpr unsigned kChunkItems = 4;
+    const bool in_chunks = to_aligned && E_ % kChunkItems == 0;
+#pragma unroll 1
+    for (unsigned row = 0; row < count; ++row) {
+      auto* const out = reinterpret_cast<T*>(to) + static_cast<size_t>(row) * E_;
+      if (in_chunks) {
+#pragma unroll 1
+        for (unsigned chunk = lane_index(); chunk < E_ / kChunkItems; chunk += kWarp) {
+          const auto items = load_shared<float4>(chunk_address(row, chunk));
+          *reinterpret_cast<uint2*>(out + chunk * kChunkItems) =
+              uint2{pack<T>(items.x, items.y), pack<T>(items.z, items.w)};
+        }
+      } else {
+#pragma unroll 1
+        for (unsigned e = lane_index(); e < E_; e += kWarp) out[e] = from_float<T>(__uint_as_float(bits(row, e)));
+      }
+    }
+  }
+
  private:
   __device__ __forceinline__ bool is_float32() const { return kSize == 0 ? is_float32_ : kSize == 4; }
 

@@ -78,15 +78,23 @@ def _layer(results, *arguments):
     return layer_calls([*others, *_described_maps(maps, T, K, R, E)], *arguments)
 
 
-def _hidden_arguments(d_out, h, x, weights, maps, w_in, b_in, w_out, b_out, logits, experts, *others):
+def _hidden_arguments(
+    d_out, h, x, weights, maps, w_in, b_in, w_out, b_out,
+    logits, experts, token_mask, lse, d_score_sum, d_lse, d_logits_dtype, *others,
+):  # fmt: skip
     """The arguments of `layer_hidden`."""
     _, slot_of_row, group_sizes = _described_maps(maps, *experts.shape, h.shape[0], logits.shape[1])
-    return d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, logits, experts, *others
+    routing = (logits, experts, token_mask, lse, d_score_sum, d_lse)
+    return d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, *routing, *others
+
+
+#: The index of d_logits_dtype in the arguments of `packed_layer_hidden`.
+_D_LOGITS_DTYPE = 15
 
 
 def _allocate_layer_hidden(*arguments):
-    dh, d_w_out, d_b_out, _, *others = _requested(allocate_layer_hidden(*_hidden_arguments(*arguments)))
-    return dh, d_w_out, d_b_out, *others
+    dh, d_w_out, d_b_out, _, *others, d_logits = _requested(allocate_layer_hidden(*_hidden_arguments(*arguments)))
+    return dh, d_w_out, d_b_out, *others, d_logits.new_empty(d_logits.shape, arguments[_D_LOGITS_DTYPE])
 
 
 def _layer_hidden(results, *arguments):
@@ -135,6 +143,7 @@ def add_packed_operations(native: Native) -> None:
     native.add_internal("packed_layer", LAYER, _allocate_layer, _layer)
     rows = "Tensor slot_of_row, Tensor group_sizes"
     hidden = LAYER_HIDDEN.replace(rows, maps).replace("Tensor lse", "Tensor? lse")
+    hidden = hidden.replace("ScalarType w_out_dtype", "ScalarType d_logits_dtype, ScalarType w_out_dtype")
     native.add_internal("packed_layer_hidden", hidden, _allocate_layer_hidden, _layer_hidden)
     hidden = EXPERTS_HIDDEN.replace(rows, maps)
     native.add_internal("packed_experts_hidden", hidden, _allocate_experts_hidden, _experts_hidden)

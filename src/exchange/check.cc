@@ -32,7 +32,7 @@ const char* name_of(Operation operation) {
 
 // The checks that both operations share, once the tensors are known to be valid.
 ab_status check_call(int32_t buffer, int32_t lockstep, const Shape& shape, const Call& call) {
-  AB_RETURN_IF_ERROR(check_buffer(buffer));
+  if (!is_buffer(buffer)) return check_buffer(buffer);
   if (lockstep != 0 && lockstep != 1) return AB_INVALID("lockstep: got %d, expected 0 or 1", lockstep);
   if (call.bytes > kMaxBlockBytes) {
     return error(AB_UNSUPPORTED, "x: got blocks of %lld bytes, expected at most %lld",
@@ -86,7 +86,7 @@ ab_status check_create(const ab_exchange_create_args* args, const char* variable
 }
 
 ab_status check_buffer(int32_t buffer) {
-  if (buffer >= 0 && buffer < kBuffers) return ok();
+  if (is_buffer(buffer)) return ok();
   return AB_INVALID("buffer: got %d, expected an integer in [0, %d)", buffer, kBuffers);
 }
 

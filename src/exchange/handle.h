@@ -27,8 +27,8 @@ struct Handle {
   char pci[16];
   int32_t number;     // of the device in its process
   int32_t ipc_error;  // not 0: the memory cannot be shared with other processes, and cudaError_t says why
-  uint64_t flags;     // addresses, for peers in the same process
-  uint64_t buffers;
+  void* flags;        // for peers in the same process
+  void* buffers;
   char flags_ipc[kIpcBytes];
   char buffers_ipc[kIpcBytes];
 };

@@ -147,7 +147,7 @@ size_t bytes_for(int ranks) { return static_cast<size_t>(ranks) * kMaxBlock; }
 TEST(ExchangeThreads, EveryBlockIsReadAfterItArrivedAndBeforeItIsOverwritten) {
   for (const int ranks : {1, 2, 3, 4, 8}) {
     ThreadGroup group(ranks, bytes_for(ranks), kLong);
-    expect_blocks(group, ranks == 8 ? 600 : 2000, static_cast<uint32_t>(ranks));
+    expect_blocks(group, ranks == 8 ? 400 : 1500, static_cast<uint32_t>(ranks));
   }
 }
 

@@ -76,8 +76,8 @@ ab_status describe_exchange(const ab_exchange& exchange, Handle* handle) {
   std::memcpy(handle->device, &properties.uuid, sizeof(handle->device));
   AB_RETURN_IF_CUDA_ERROR("cudaDeviceGetPCIBusId",
                           cudaDeviceGetPCIBusId(handle->pci, sizeof(handle->pci), exchange.arena.device));
-  handle->flags = reinterpret_cast<uint64_t>(exchange.arena.flags);
-  handle->buffers = reinterpret_cast<uint64_t>(exchange.arena.buffers);
+  handle->flags = exchange.arena.flags;
+  handle->buffers = exchange.arena.buffers;
   // Ranks of one process need no cudaIpc, so a failure matters only to peers in other processes.
   cudaError_t failure = share(exchange.arena.flags, handle->flags_ipc);
   if (failure == cudaSuccess) failure = share(exchange.arena.buffers, handle->buffers_ipc);
@@ -125,8 +125,8 @@ ab_status open_local(const Handle& peer, ab_exchange* exchange) {
   } else if (failure != cudaSuccess) {
     return failed("exchange: cudaDeviceEnablePeerAccess", failure);
   }
-  exchange->group.flags[peer.rank] = reinterpret_cast<Flags*>(peer.flags);
-  exchange->buffers[peer.rank] = reinterpret_cast<char*>(peer.buffers);
+  exchange->group.flags[peer.rank] = static_cast<Flags*>(peer.flags);
+  exchange->buffers[peer.rank] = static_cast<char*>(peer.buffers);
   return ok();
 }
 

@@ -34,9 +34,8 @@ void read_boot_id(char (&boot)[40]) {
   boot[0] = '\0';
   std::FILE* const file = std::fopen("/proc/sys/kernel/random/boot_id", "r");
   if (file == nullptr) return;
-  if (std::fgets(boot, sizeof(boot), file) == nullptr) boot[0] = '\0';
+  if (std::fscanf(file, "%39s", boot) != 1) boot[0] = '\0';
   std::fclose(file);
-  boot[std::strcspn(boot, "\n")] = '\0';
 }
 
 }  // namespace

@@ -105,7 +105,7 @@ int64_t chunks_of(int64_t bytes) { return (bytes + kChunkBytes - 1) / kChunkByte
 template <class Kernel>
 ab_status load(Kernel kernel) {
   cudaFuncAttributes attributes;
-  const cudaError_t failure = cudaFuncGetAttributes(&attributes, kernel);
+  const cudaError_t failure = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
   return failure == cudaSuccess ? ok() : failed("exchange: loading a kernel", failure);
 }
 

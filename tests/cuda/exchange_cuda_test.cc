@@ -107,7 +107,9 @@ TEST_F(ExchangeCuda, AThreadPerRankMakesItsCalls) {
   }
 }
 
-TEST_F(ExchangeCuda, OneRankAloneCopies) {
+using ExchangeOnOneGpu = CudaTest;
+
+TEST_F(ExchangeOnOneGpu, OneRankAloneCopies) {
   const Script script(1, 100, 3);
   LocalRanks ranks(script);
   run_on_one_thread(ranks, script);

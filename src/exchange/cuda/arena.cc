@@ -60,14 +60,23 @@ void free_arena(const Arena& arena, bool frees_flags) {
   cudaGetLastError();  // clear it
 }
 
+Known* find(uint64_t id) {
+  const auto found = std::ranges::find(arenas(), id, [](const Known& known) { return known.arena.id; });
+  return found == arenas().end() ? nullptr : &*found;
+}
+
+bool has_foreign_peers(const Known& known) {
+  return std::ranges::any_of(known.peers.foreign, [](bool is_foreign) { return is_foreign; });
+}
+
 // Whether no peer accesses a retired arena any more.
 bool is_unused(const Known& known) {
-  bool foreign = false;
-  for (int r = 0; r < known.peers.count; ++r) {
-    if (known.peers.local[r] != 0 && is_live(known.peers.local[r])) return false;
-    foreign = foreign || known.peers.foreign[r];
+  for (const Known& other : arenas()) {
+    if (!other.retired && std::ranges::find(other.peers.local, known.arena.id) != std::end(other.peers.local)) {
+      return false;
+    }
   }
-  if (!foreign) return true;
+  if (!has_foreign_peers(known)) return true;
   Word left[kMaxRanks] = {};
   if (cudaMemcpyAsync(left, known.arena.flags->left, sizeof(left), cudaMemcpyDeviceToHost, known.arena.side) !=
           cudaSuccess ||
@@ -75,7 +84,7 @@ bool is_unused(const Known& known) {
     cudaGetLastError();  // clear it
     return false;
   }
-  for (int r = 0; r < known.peers.count; ++r) {
+  for (int r = 0; r < kMaxRanks; ++r) {
     if (known.peers.foreign[r] && left[r] == 0) return false;
   }
   return true;
@@ -108,15 +117,16 @@ std::mutex& arena_mutex() {
 }
 
 bool is_live(uint64_t id) {
-  return std::ranges::any_of(arenas(), [&](const Known& known) { return known.arena.id == id && !known.retired; });
+  const Known* const known = find(id);
+  return known != nullptr && !known->retired;
 }
 
-void retire(uint64_t id, const Peers& peers) {
-  for (Known& known : arenas()) {
-    if (known.arena.id != id) continue;
-    known.retired = true;
-    known.peers = peers;
-  }
+void set_peers(uint64_t id, const Peers& peers) {
+  if (Known* const known = find(id)) known->peers = peers;
+}
+
+void retire(uint64_t id) {
+  if (Known* const known = find(id)) known->retired = true;
 }
 
 void free_unused_arenas() {
@@ -126,8 +136,7 @@ void free_unused_arenas() {
       if (!is_unused(known)) return ok();
       // The last access of a foreign peer is its write to `left`, through a mapping that it closes afterwards. To free
       // memory that another process has mapped is not allowed, so these flags stay.
-      const bool foreign = std::ranges::any_of(known.peers.foreign, [](bool is_foreign) { return is_foreign; });
-      free_arena(known.arena, !foreign);
+      free_arena(known.arena, !has_foreign_peers(known));
       known.freed = true;
       return ok();
     });

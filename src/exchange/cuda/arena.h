@@ -1,8 +1,8 @@
 // The memory of one rank that its peers write to, and how long it lives.
 //
 // Peers may write to it until they have destroyed their own exchanges. So destroy() only retires an arena, and
-// free_unused_arenas() frees it later, without waiting for anyone. Peers in this process are known to be gone when they
-// are retired; peers in other processes say so in Flags::left.
+// free_unused_arenas() frees it later, without waiting for anyone: when no exchange of this process that has opened it
+// is alive, and all peers in other processes have set Flags::left.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -29,9 +29,8 @@ struct Arena {
   cudaEvent_t join = nullptr;
 };
 
-// The peers that may access an arena.
+// The peers of a connected exchange.
 struct Peers {
-  int count = 0;                             // 0: the exchange was never connected, so nobody writes to its buffers
   uint64_t local[exchange::kMaxRanks] = {};  // [r]: the id of a peer in this process, else 0
   bool foreign[exchange::kMaxRanks] = {};    // [r]: whether the peer is in another process
 };
@@ -43,8 +42,9 @@ ab_status create_arena(int device, int64_t bytes, int rank, Arena* arena);
 std::mutex& arena_mutex();
 
 // The following functions require arena_mutex(). They may wait for devices.
-bool is_live(uint64_t id);
-void retire(uint64_t id, const Peers& peers);
+bool is_live(uint64_t id);                        // it exists and is not retired
+void set_peers(uint64_t id, const Peers& peers);  // from now on the exchange may access the memory of its peers
+void retire(uint64_t id);
 void free_unused_arenas();
 
 // Runs f() on a thread whose current device is `device`. The calling thread keeps its current device; to restore it

@@ -1,13 +1,13 @@
 // Life of an exchange: create, export, connect, check, describe and destroy.
 #include "exchange/cuda/exchange.h"
 
+#include <algorithm>
 #include <cstdarg>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
 #include <memory>
 #include <new>
-#include <string>
 
 #include "core/cuda/device.h"
 #include "core/entry.h"
@@ -207,6 +207,17 @@ ab_status release_first_use(const ab_exchange& exchange) {
   return ok();
 }
 
+// The peers whose memory open_local() and open_foreign() have opened.
+Peers peers_of(const ab_exchange& exchange, const Handle (&handles)[kMaxRanks]) {
+  Peers peers;
+  for (int r = 0; r < exchange.shape.ranks; ++r) {
+    if (r == exchange.shape.rank) continue;
+    peers.foreign[r] = exchange.opened[r];
+    if (!exchange.opened[r]) peers.local[r] = handles[r].id;
+  }
+  return peers;
+}
+
 ab_status connect(ab_exchange* exchange, const Handle (&handles)[kMaxRanks]) {
   std::lock_guard lock(arena_mutex());
   free_unused_arenas();
@@ -224,89 +235,81 @@ ab_status connect(ab_exchange* exchange, const Handle (&handles)[kMaxRanks]) {
       close_foreign(exchange, false);
       return status;
     }
+    set_peers(exchange->arena.id, peers_of(*exchange, handles));
     std::memcpy(exchange->handles, handles, sizeof(handles));
     exchange->connected = true;
     return ok();
   });
 }
 
-Peers peers_of(const ab_exchange& exchange) {
-  Peers peers;
-  if (!exchange.connected) return peers;
-  peers.count = exchange.shape.ranks;
-  for (int r = 0; r < exchange.shape.ranks; ++r) {
-    if (r == exchange.shape.rank) continue;
-    peers.foreign[r] = exchange.opened[r];
-    if (!exchange.opened[r]) peers.local[r] = exchange.handles[r].id;
-  }
-  return peers;
-}
-
 ab_status destroy(ab_exchange* exchange) {
-  const Peers peers = peers_of(*exchange);
   const ab_status status = on_device(exchange->arena.device, [&] {
     const cudaError_t failure = cudaDeviceSynchronize();
     close_foreign(exchange, true);
     return failure == cudaSuccess ? ok() : failed("exchange: the device failed before destroy", failure);
   });
   std::lock_guard lock(arena_mutex());
-  retire(exchange->arena.id, peers);
+  retire(exchange->arena.id);
   free_unused_arenas();
   return status;
 }
 
-// Appends to a string, with the arguments of printf.
-__attribute__((format(printf, 2, 3))) void append(std::string* text, const char* format, ...) {
-  char line[768];
-  va_list values;
-  va_start(values, format);
-  std::vsnprintf(line, sizeof(line), format, values);
-  va_end(values);
-  *text += line;
-}
+// A text of limited size. Lines that do not fit are truncated.
+class Text {
+ public:
+  Text(char* chars, size_t size) : chars_(chars), size_(size) { chars_[0] = '\0'; }
 
-std::string describe_exchange(const ab_exchange& exchange) {
-  std::string text;
-  append(&text, "rank=%d of %d\ndevice=%d, %s\nbuffers=", exchange.shape.rank, exchange.shape.ranks,
-         exchange.arena.device, exchange.handle.pci);
-  for (const int64_t bytes : exchange.shape.buffer_bytes) append(&text, "%lld ", static_cast<long long>(bytes));
-  append(&text, "bytes\ntimeout=%g s\n", static_cast<double>(exchange.group.limit) * 1e-9);
+  __attribute__((format(printf, 2, 3))) void add(const char* format, ...) {
+    va_list values;
+    va_start(values, format);
+    const int written = std::vsnprintf(chars_ + used_, size_ - used_, format, values);
+    va_end(values);
+    if (written > 0) used_ = std::min(used_ + static_cast<size_t>(written), size_ - 1);
+  }
+
+ private:
+  char* chars_;
+  size_t size_;
+  size_t used_ = 0;
+};
+
+void describe_to(Text* text, const ab_exchange& exchange) {
+  text->add("rank=%d of %d\ndevice=%d, %s\nbuffers=", exchange.shape.rank, exchange.shape.ranks, exchange.arena.device,
+            exchange.handle.pci);
+  for (const int64_t bytes : exchange.shape.buffer_bytes) text->add("%lld ", static_cast<long long>(bytes));
+  text->add("bytes\ntimeout=%g s\n", static_cast<double>(exchange.group.limit) * 1e-9);
   for (int r = 0; r < exchange.shape.ranks && exchange.connected; ++r) {
     if (r == exchange.shape.rank) continue;
     const Handle& peer = exchange.handles[r];
-    append(&text, "peer %d=device %d, %s, process %lld, by %s\n", r, peer.number, peer.pci,
-           static_cast<long long>(peer.pid), exchange.opened[r] ? "cudaIpc" : "peer access");
+    text->add("peer %d=device %d, %s, process %lld, by %s\n", r, peer.number, peer.pci,
+              static_cast<long long>(peer.pid), exchange.opened[r] ? "cudaIpc" : "peer access");
   }
   const ab_status status = check_failure(exchange);
-  append(&text, "status=%s\n",
-         status.code != AB_OK ? status.message
-         : exchange.connected ? "connected"
-                              : "not connected");
-  return text;
+  const char* const state = exchange.connected ? "connected" : "not connected";
+  text->add("status=%s\n", status.code == AB_OK ? state : status.message);
 }
 
-std::string describe_devices() {
-  std::string text;
+void describe_devices_to(Text* text) {
   int devices = 0;
   const cudaError_t failure = cudaGetDeviceCount(&devices);
   if (failure != cudaSuccess || devices == 0) {
     cudaGetLastError();  // clear it
-    append(&text, "error=%s\n", failure == cudaSuccess ? "no device" : cudaGetErrorString(failure));
+    text->add("error=%s\n", failure == cudaSuccess ? "no device" : cudaGetErrorString(failure));
+    return;
   }
-  for (int device = 0; failure == cudaSuccess && device < devices; ++device) {
-    append(&text, "peer access from device %d=", device);
+  for (int device = 0; device < devices; ++device) {
+    text->add("peer access from device %d=", device);
     const char* before = "";
     for (int peer = 0; peer < devices; ++peer) {
       int accessible = 0;
       if (peer == device || cudaDeviceCanAccessPeer(&accessible, device, peer) != cudaSuccess || accessible == 0) {
         continue;
       }
-      append(&text, "%s%d", before, peer);
+      text->add("%s%d", before, peer);
       before = ", ";
     }
-    append(&text, "%s\n", before[0] == '\0' ? "none" : "");
+    text->add("%s\n", before[0] == '\0' ? "none" : "");
   }
-  return text;
 }
 
 }  // namespace
@@ -379,6 +382,10 @@ extern "C" ab_status ab_cuda_exchange_destroy(ab_exchange* exchange) {
 
 extern "C" void ab_cuda_exchange_describe(const ab_exchange* exchange, char* text, size_t size) {
   if (text == nullptr || size == 0) return;
-  const std::string lines = exchange == nullptr ? cuda::describe_devices() : cuda::describe_exchange(*exchange);
-  std::snprintf(text, size, "%s", lines.c_str());
+  cuda::Text lines(text, size);
+  if (exchange == nullptr) {
+    cuda::describe_devices_to(&lines);
+  } else {
+    cuda::describe_to(&lines, *exchange);
+  }
 }

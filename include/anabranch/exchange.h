@@ -1,7 +1,7 @@
 /* Exchange of blocks between the GPUs of one host over NVLink or PCIe: libanabranch_cuda.so.
  *
  * A group has P ranks, one per device. Each rank owns an exchange: buffers in device memory that its peers write to,
- * and flags. Copy engines push the blocks, so a transfer takes no multiprocessors from the kernels that run beside it.
+ * and flags. Copy engines push the blocks, so a transfer takes no SMs from the kernels that run beside it.
  * The ranks may be in one process (peer access) or in several processes of one host (cudaIpc).
  *
  * Order of calls:

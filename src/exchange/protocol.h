@@ -35,6 +35,7 @@ namespace anabranch::exchange {
 constexpr int kMaxRanks = 16;
 constexpr int kBuffers = 4;
 constexpr int kPhases = 16;  // parts of a use that arrive one by one
+// A phase that some uses push and others do not must be pushed at least once in 2^24 uses: numbers wrap around.
 
 // The flags of a rank, in its memory. p: a rank.
 struct Flags {

@@ -22,8 +22,9 @@ from anabranch.torch.ops.gradients import OPERANDS, request
 from anabranch.torch.ops.quantized import backward_operands, forward_operands
 from anabranch.torch.ops.router import logits_gradient, run_route
 from anabranch.torch.parallel.alike import compare_options
-from anabranch.torch.parallel.exchange import Ranks, Route, Transport, drop_over_capacity, transport
+from anabranch.torch.parallel.exchange import Ranks, Route, Transport, drop_over_capacity
 from anabranch.torch.parallel.message import QuantizedOperand, dequantize, pack, quantize_rows, unpack
+from anabranch.torch.parallel.transports import transport
 
 
 class GroupConfig(NamedTuple):

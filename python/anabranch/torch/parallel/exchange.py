@@ -5,7 +5,8 @@ All transports implement `Transport`. The experts read tokens as they arrived, t
 sorted again.
 
 - `Ring`: an all-gather of tokens. Each rank computes partial sums of its experts for all tokens; an all-to-all returns
-  them, and they are summed at the source. Buffers have no unused regions.
+  them, and they are summed at the source. Buffers have no unused regions. p2p.py has the same without collectives of
+  torch.
 - `Padded`: a fixed-capacity all-to-all with one region per destination. One plan with (destination, local expert)
   groups assigns the rows.
 
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anabranch.exchange_sizes import ExchangeSizes, traffic
+from anabranch.exchange_sizes import ExchangeSizes
 from anabranch.rows import num_rows_needed
 from anabranch.torch.binding import private
 from anabranch.torch.ops import torch_ops
@@ -149,10 +150,18 @@ class Ring(Transport):
         super().__init__(ranks)
         self.topk, self.returning = ranks.topk, ranks.ranks
 
+    def _gather(self, tensor: Tensor) -> Tensor:
+        """All-gathers tensors [n, ...] to [P n, ...]."""
+        return self.ranks.gather(tensor)
+
+    def _exchange(self, regions: Tensor) -> Tensor:
+        """All-to-all of P regions, see `Ranks.exchange`."""
+        return self.ranks.exchange(regions)
+
     def plan(self, experts: Tensor) -> Route:
         """See Transport."""
         r = self.ranks
-        local = r.gather(experts) - r.rank * r.local_experts
+        local = self._gather(experts) - r.rank * r.local_experts
         local = torch.where((local >= 0) & (local < r.local_experts), local, -1)
         rows = num_rows_needed(r.arriving_slots, r.local_experts, r.align_size)
         _, group_sizes, _, row_of_slot, slot_of_row, _ = torch_ops.plan(local, r.local_experts, rows, r.align_size, 1)
@@ -163,22 +172,22 @@ class Ring(Transport):
 
     def send(self, route: Route, tokens: Tensor) -> Tensor:
         """See Transport; [P T, D]."""
-        return self.ranks.gather(tokens)
+        return self._gather(tokens)
 
     def send_weights(self, route: Route, weights: Tensor) -> Tensor:
         """See Transport; [P T, K]."""
-        return self.ranks.gather(weights)
+        return self._gather(weights)
 
     def collect(
         self, route: Route, sums: Tensor, weights: Tensor | None, dtype: torch.dtype, addend: Tensor | None = None
     ) -> Tensor:
         """See Transport. Partial sums are sent in their own dtype and added in float32."""
-        out: Tensor = torch_ops.combine(self.ranks.exchange(sums), route.sent_row_of_slot, weights, addend, dtype)
+        out: Tensor = torch_ops.combine(self._exchange(sums), route.sent_row_of_slot, weights, addend, dtype)
         return out
 
     def collect_weights(self, route: Route, weights: Tensor) -> Tensor:
         """See Transport. At most one rank has a value for an assignment; the others have 0."""
-        arrived = self.ranks.exchange(weights)
+        arrived = self._exchange(weights)
         return arrived.view(self.ranks.ranks, self.ranks.tokens, self.topk).sum(0)
 
 
@@ -254,22 +263,3 @@ def _by_expert(chunks: Tensor, tails: Tensor, arriving: int, rows: int) -> tuple
     total = chunks.sum()
     slot_of_row = torch.where(positions < total, by_expert[:, 0], -1)[:rows]
     return slot_of_row, torch.where(row_of_arrived < total, row_of_arrived, -1)[:, None]
-
-
-TRANSPORTS: dict[str, type[Transport]] = {"ring": Ring, "all_to_all": Padded}
-
-#: Bandwidth of collectives in bytes/s per rank. GPU: NCCL over NVLink, measured through XLA
-#: (docs/notes/expert_parallel.md). CPU: only the ratio matters.
-_RATES = {"cuda": {"ring": 220e9, "all_to_all": 240e9}, "cpu": {"ring": 1e10, "all_to_all": 1e10}}
-
-
-def choose(device: str, sizes: ExchangeSizes, itemsize: int, fp8_exchange: bool = False) -> str:
-    """The transport for transport="auto": the one with the smaller estimate bytes / bandwidth."""
-    rates, bytes_sent = _RATES.get(device, _RATES["cuda"]), traffic(sizes, itemsize, fp8_exchange)
-    _, name = min([(bytes_sent[name] / rate, name) for name, rate in rates.items()])
-    return name
-
-
-def transport(name: str, ranks: Ranks) -> Any:
-    """The transport with this name in TRANSPORTS."""
-    return TRANSPORTS[name](ranks)

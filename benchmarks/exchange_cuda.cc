@@ -109,7 +109,7 @@ class Rank {
     const ab_tensor x{x_, AB_UINT8, 2, {bytes, 1}, nullptr};
     const ab_tensor out{out_, AB_UINT8, 2, {bytes * ranks_, 1}, nullptr};
     const ab_exec exec{sizeof(ab_exec), 0, stream_, nullptr, 0};
-    const ab_exchange_all_gather_args args{sizeof(args), exchange_, buffer, lockstep, &x, stays ? nullptr : &out};
+    const ab_exchange_all_gather_args args{sizeof(args), exchange_, buffer, lockstep, 0, 0, &x, stays ? nullptr : &out};
     CHECK_OK(ab_cuda_exchange_all_gather(&args, &exec));
     const ab_exchange_release_args release{sizeof(release), exchange_, buffer, 0};
     if (stays) CHECK_OK(ab_cuda_exchange_release(&release, &exec));
@@ -118,7 +118,7 @@ class Rank {
     const ab_tensor x{x_, AB_UINT8, 2, {bytes_ * ranks_, 1}, nullptr};
     const ab_tensor out{out_, AB_UINT8, 2, {bytes_ * ranks_, 1}, nullptr};
     const ab_exec exec{sizeof(ab_exec), 0, stream_, nullptr, 0};
-    const ab_exchange_all_to_all_args args{sizeof(args), exchange_, buffer, 0, &x, &out};
+    const ab_exchange_all_to_all_args args{sizeof(args), exchange_, buffer, 0, 0, 0, &x, &out};
     CHECK_OK(ab_cuda_exchange_all_to_all(&args, &exec));
   }
 

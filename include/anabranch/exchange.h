@@ -96,7 +96,12 @@ AB_API void ab_cuda_exchange_describe(const ab_exchange* exchange, char* text, s
  *
  * lockstep: a push to rank r+i+1 starts after the block of rank r-i has arrived, so that no two ranks push to one
  * receiver. All ranks must set it alike. Its waits take an SM: kernels that wait for the blocks of this call must not
- * fill the device. */
+ * fill the device.
+ *
+ * part: a call can be made in two parts with equal arguments, START and FINISH, to overlap the transfer with kernels in
+ * between. x must not change and `out` must not be read before FINISH; both parts must be on one stream or ordered by
+ * events, and no other call on the exchange comes between them. */
+enum { AB_EXCHANGE_WHOLE = 0, AB_EXCHANGE_START = 1, AB_EXCHANGE_FINISH = 2 };
 
 /* out = the x of all ranks, in the order of the ranks. */
 typedef struct ab_exchange_all_gather_args {
@@ -104,6 +109,8 @@ typedef struct ab_exchange_all_gather_args {
   ab_exchange* exchange;
   int32_t buffer;     /* the buffer that the blocks arrive in: P times the bytes of x */
   int32_t lockstep;   /* 0 or 1 */
+  int32_t part;       /* AB_EXCHANGE_WHOLE, _START or _FINISH */
+  int32_t reserved;   /* 0 */
   const ab_tensor* x; /* [T, D]; may be this rank's place in the buffer */
   /* [P T, D] of the dtype of x. NULL: the result stays in the buffer, in the same order, and belongs to the caller
    * until ab_cuda_exchange_release. */
@@ -118,6 +125,8 @@ typedef struct ab_exchange_all_to_all_args {
   ab_exchange* exchange;
   int32_t buffer;       /* the buffer that the blocks arrive in: the bytes of x */
   int32_t lockstep;     /* 0 or 1 */
+  int32_t part;         /* AB_EXCHANGE_WHOLE, _START or _FINISH */
+  int32_t reserved;     /* 0 */
   const ab_tensor* x;   /* [P T, D]: P blocks, one per destination */
   const ab_tensor* out; /* [P T, D] of the dtype of x, or NULL: as in ab_exchange_all_gather_args */
 } ab_exchange_all_to_all_args;

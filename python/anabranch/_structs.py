@@ -76,8 +76,8 @@ _FIELDS = {
     "t:lora_a_in,lora_b_in,lora_a_out,lora_b_out,lora_u,lora_v_in,lora_v_out,"
     "d_lora_a_in,d_lora_b_in,d_lora_a_out,d_lora_b_out",
     "exchange_create": "i:device,rank,ranks f:timeout b:buffer_bytes",
-    "exchange_all_gather": "e:exchange i:buffer,lockstep t:x,out",
-    "exchange_all_to_all": "e:exchange i:buffer,lockstep t:x,out",
+    "exchange_all_gather": "e:exchange i:buffer,lockstep,part,reserved t:x,out",
+    "exchange_all_to_all": "e:exchange i:buffer,lockstep,part,reserved t:x,out",
     "exchange_release": "e:exchange i:buffer,reserved",
 }
 

@@ -7,6 +7,8 @@ from anabranch import _library, _structs
 
 HANDLE_BYTES = 512
 MAX_RANKS = 16
+#: Parts of a call.
+WHOLE, START, FINISH = 0, 1, 2
 ERRORS = {1: ValueError, 2: NotImplementedError, 3: MemoryError}
 
 
@@ -55,15 +57,18 @@ class PeerExchange:
         check(_call(self._library.ab_cuda_exchange_buffer, self.pointer, ctypes.c_int32(0), *results))
         return data.value or 0
 
-    def run(self, name: str, stream: int, **arrays: tuple[int, int, Sequence[int]] | None) -> None:
+    def run(self, name: str, stream: int, part: int = WHOLE, **arrays: tuple[int, int, Sequence[int]] | None) -> None:
         """Enqueues ab_cuda_exchange_NAME on buffer 0.
 
         Args:
           name: all_gather, all_to_all or release.
           stream: address of the stream.
+          part: WHOLE, START or FINISH; not for release.
           arrays: (address, ab_dtype, shape) by field; None: not given.
         """
         args = _structs.ARGS[f"exchange_{name}"](exchange=self.pointer)
+        if part != WHOLE:
+            args.part = part
         args.size = ctypes.sizeof(args)
         for field, array in arrays.items():
             if array is not None:

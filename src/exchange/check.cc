@@ -31,9 +31,17 @@ const char* name_of(Operation operation) {
 }
 
 // The checks that both operations share, once the tensors are known to be valid.
-ab_status check_call(int32_t buffer, int32_t lockstep, const Shape& shape, const Call& call) {
+template <class Args>
+ab_status check_call(const Args* args, const Shape& shape, const Call& call) {
+  const int32_t buffer = args->buffer;
   if (!is_buffer(buffer)) return check_buffer(buffer);
-  if (lockstep != 0 && lockstep != 1) return AB_INVALID("lockstep: got %d, expected 0 or 1", lockstep);
+  if (args->lockstep != 0 && args->lockstep != 1) {
+    return AB_INVALID("lockstep: got %d, expected 0 or 1", args->lockstep);
+  }
+  if (args->part < AB_EXCHANGE_WHOLE || args->part > AB_EXCHANGE_FINISH) {
+    return AB_INVALID("part: got %d, expected AB_EXCHANGE_WHOLE, AB_EXCHANGE_START or AB_EXCHANGE_FINISH", args->part);
+  }
+  if (args->reserved != 0) return AB_INVALID("reserved: got %d, expected 0", args->reserved);
   if (call.bytes > kMaxBlockBytes) {
     return error(AB_UNSUPPORTED, "x: got blocks of %lld bytes, expected at most %lld",
                  static_cast<long long>(call.bytes), static_cast<long long>(kMaxBlockBytes));
@@ -50,6 +58,7 @@ void fill(const Args* args, Operation operation, Call* call) {
   call->operation = operation;
   call->buffer = args->buffer;
   call->lockstep = args->lockstep == 1;
+  call->part = args->part;
   call->x = data<const char>(args->x);
   call->out = data<char>(args->out);
   call->stays_in_buffer = args->out == nullptr;
@@ -96,7 +105,7 @@ ab_status check_all_gather(const ab_exchange_all_gather_args* args, const Shape&
                                     {{"P T", shape.ranks * args->x->shape[0]}, {"D", args->x->shape[1]}}));
   fill(args, Operation::all_gather, call);
   call->bytes = bytes_of(*args->x);
-  return check_call(args->buffer, args->lockstep, shape, *call);
+  return check_call(args, shape, *call);
 }
 
 ab_status check_all_to_all(const ab_exchange_all_to_all_args* args, const Shape& shape, Call* call) {
@@ -110,7 +119,7 @@ ab_status check_all_to_all(const ab_exchange_all_to_all_args* args, const Shape&
   fill(args, Operation::all_to_all, call);
   call->bytes = bytes_of(*args->x) / shape.ranks;
   call->stride = call->bytes;
-  return check_call(args->buffer, args->lockstep, shape, *call);
+  return check_call(args, shape, *call);
 }
 
 ab_status status_of(const Report& report, uint64_t limit) {

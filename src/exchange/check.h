@@ -27,6 +27,7 @@ struct Call {
   Operation operation = Operation::none;
   int32_t buffer = 0;
   bool lockstep = false;
+  int32_t part = AB_EXCHANGE_WHOLE;
   int64_t bytes = 0;
   int64_t stride = 0;
   const char* x = nullptr;

@@ -68,10 +68,10 @@ TEST(ExchangeCreate, TheTimeLimitIsTheOptionThenTheVariableThenTheDefault) {
 Shape shape_of(int32_t rank, int32_t ranks, int64_t bytes) { return {rank, ranks, {0, bytes, 0, 0}}; }
 
 ab_exchange_all_gather_args gather_args(const ab_tensor* x, const ab_tensor* out) {
-  return {sizeof(ab_exchange_all_gather_args), nullptr, 1, 0, x, out};
+  return {sizeof(ab_exchange_all_gather_args), nullptr, 1, 0, 0, 0, x, out};
 }
 ab_exchange_all_to_all_args regions_args(const ab_tensor* x, const ab_tensor* out) {
-  return {sizeof(ab_exchange_all_to_all_args), nullptr, 1, 1, x, out};
+  return {sizeof(ab_exchange_all_to_all_args), nullptr, 1, 1, 0, 0, x, out};
 }
 
 TEST(ExchangeCalls, BlocksAreThoseOfTheShapes) {
@@ -121,6 +121,12 @@ TEST(ExchangeCalls, NameTheBadArgument) {
   EXPECT_REFUSED(gather(x.view(), nullptr, 4), AB_INVALID_ARGUMENT, "buffer: got 4, expected an integer in [0, 4)");
   EXPECT_REFUSED(gather(x.view(), nullptr, -1), AB_INVALID_ARGUMENT, "buffer: got -1");
   EXPECT_REFUSED(gather(x.view(), nullptr, 1, 2), AB_INVALID_ARGUMENT, "lockstep: got 2, expected 0 or 1");
+  ab_exchange_all_gather_args other = gather_args(x.view(), nullptr);
+  other.part = 3;
+  EXPECT_REFUSED(check_all_gather(&other, shape, &call), AB_INVALID_ARGUMENT, "part: got 3");
+  other.part = 0;
+  other.reserved = 1;
+  EXPECT_REFUSED(check_all_gather(&other, shape, &call), AB_INVALID_ARGUMENT, "reserved: got 1");
   EXPECT_REFUSED(gather(x.view(), nullptr, 0), AB_INVALID_ARGUMENT,
                  "x: got 3 blocks of 120 bytes, expected at most the 0 bytes of buffer 0");
   ab_exchange_all_to_all_args regions = regions_args(x.view(), nullptr);

@@ -20,6 +20,7 @@ struct Step {
   int64_t bytes;  // of a block
   bool lockstep;
   bool stays;  // the result is read from the buffer, which is then released
+  bool parts;  // made in two parts
   int64_t x_at;
   int64_t out_at;
 };
@@ -46,7 +47,7 @@ struct Script {
       const auto x_at = static_cast<int64_t>(random() % 50000) * unit % kMaxBlock;
       out_bytes += aligned ? (16 - out_bytes % 16) % 16 : static_cast<int64_t>(random() % 4);
       steps.push_back({random() % 2 == 0, static_cast<int>(random() % 3), bytes, random() % 4 == 0, random() % 3 == 0,
-                       x_at, out_bytes});
+                       random() % 3 == 0, x_at, out_bytes});
       out_bytes += bytes * ranks;
     }
   }
@@ -113,10 +114,13 @@ class ExchangeRank {
     ab_tensor out{out_ + step.out_at, AB_UINT8, 2, {rows, 1}, nullptr};
     const ab_exec exec{sizeof(ab_exec), 0, on, nullptr, 0};
     const ab_tensor* const to = step.stays ? nullptr : &out;
-    const ab_exchange_all_gather_args gather{sizeof(gather), exchange, step.buffer, step.lockstep, &x, to};
-    const ab_exchange_all_to_all_args regions{sizeof(regions), exchange, step.buffer, step.lockstep, &x, to};
-    const ab_status status =
-        step.gathers ? ab_cuda_exchange_all_gather(&gather, &exec) : ab_cuda_exchange_all_to_all(&regions, &exec);
+    const auto run_part = [&](int32_t part) {
+      const ab_exchange_all_gather_args gather{sizeof(gather), exchange, step.buffer, step.lockstep, part, 0, &x, to};
+      const ab_exchange_all_to_all_args regions{sizeof(regions), exchange, step.buffer, step.lockstep, part, 0, &x, to};
+      return step.gathers ? ab_cuda_exchange_all_gather(&gather, &exec) : ab_cuda_exchange_all_to_all(&regions, &exec);
+    };
+    ab_status status = run_part(step.parts ? AB_EXCHANGE_START : AB_EXCHANGE_WHOLE);
+    if (status.code == AB_OK && step.parts) status = run_part(AB_EXCHANGE_FINISH);
     if (status.code != AB_OK || !step.stays) return status;
     void* buffer = nullptr;
     int64_t bytes = 0;

@@ -37,33 +37,69 @@ ab_status push_blocks(const ab_exchange& exchange, const Call& call) {
   return ok();
 }
 
-// The work on the stream of the caller beside the pushes.
-ab_status receive(const ab_exchange& exchange, const Call& call, cudaStream_t stream) {
+const char* own_block(const ab_exchange& exchange, const Call& call) {
+  return call.x + exchange.shape.rank * call.stride;
+}
+
+// Copies this rank's block to its place in the buffer, if the result stays there.
+ab_status copy_own(const ab_exchange& exchange, const Call& call, cudaStream_t stream) {
   const int rank = exchange.shape.rank;
-  char* const buffer = buffer_of(exchange, rank, call.buffer);
-  const char* const own = call.x + rank * call.stride;
-  char* const place = buffer + rank * call.bytes;
-  if (call.stays_in_buffer && own != place && call.bytes > 0) {
-    AB_RETURN_IF_CUDA_ERROR(
-        "copy", cudaMemcpyAsync(place, own, static_cast<size_t>(call.bytes), cudaMemcpyDeviceToDevice, stream));
-  }
+  const char* const own = own_block(exchange, call);
+  char* const place = buffer_of(exchange, rank, call.buffer) + rank * call.bytes;
+  if (!call.stays_in_buffer || own == place || call.bytes == 0) return ok();
+  AB_RETURN_IF_CUDA_ERROR(
+      "copy", cudaMemcpyAsync(place, own, static_cast<size_t>(call.bytes), cudaMemcpyDeviceToDevice, stream));
+  return ok();
+}
+
+// Waits for the blocks of the peers. Afterwards the result is where the caller wants it.
+ab_status receive(const ab_exchange& exchange, const Call& call, cudaStream_t stream) {
+  char* const buffer = buffer_of(exchange, exchange.shape.rank, call.buffer);
   AB_RETURN_IF_ERROR(await_arrivals(exchange, {call.buffer}, stream));
   if (!call.stays_in_buffer) {
-    return launch_collect(exchange.group, {call.buffer, buffer, own, call.out, call.bytes}, stream);
+    return launch_collect(exchange.group, {call.buffer, buffer, own_block(exchange, call), call.out, call.bytes},
+                          stream);
   }
   return launch_fill_if_broken(exchange.group, buffer, exchange.shape.ranks * call.bytes, stream);
 }
 
+// After an error, too, the stream of the caller joins the side stream: what was pushed so far still reads x.
+ab_status join_after(const ab_status& status, const ab_exchange& exchange, cudaStream_t stream) {
+  const ab_status joined = join(exchange, stream);
+  return status.code == AB_OK ? joined : status;
+}
+
+ab_status run_whole(const ab_exchange& exchange, const Call& call, cudaStream_t stream) {
+  AB_RETURN_IF_ERROR(begin_use(exchange, call.buffer, call.operation, call.bytes, stream));
+  if (exchange.has_peers()) AB_RETURN_IF_ERROR(fork(exchange, stream));
+  ab_status status = exchange.has_peers() ? push_blocks(exchange, call) : ok();
+  if (status.code == AB_OK) status = copy_own(exchange, call, stream);
+  if (status.code == AB_OK) status = receive(exchange, call, stream);
+  return exchange.has_peers() ? join_after(status, exchange, stream) : status;
+}
+
+// All copies run on the side stream, which finish() joins.
+ab_status start(const ab_exchange& exchange, const Call& call, cudaStream_t stream) {
+  AB_RETURN_IF_ERROR(begin_use(exchange, call.buffer, call.operation, call.bytes, stream));
+  AB_RETURN_IF_ERROR(fork(exchange, stream));
+  ab_status status = push_blocks(exchange, call);
+  if (status.code == AB_OK) status = copy_own(exchange, call, exchange.arena.side);
+  if (status.code != AB_OK) return join_after(status, exchange, stream);
+  return end_pushes(exchange);
+}
+
+ab_status finish(const ab_exchange& exchange, const Call& call, cudaStream_t stream) {
+  AB_RETURN_IF_ERROR(await_pushes(exchange, stream));
+  return receive(exchange, call, stream);
+}
+
 ab_status run(ab_exchange* exchange, const Call& call, cudaStream_t stream) {
   std::lock_guard lock(exchange->calls);
-  AB_RETURN_IF_ERROR(begin_use(*exchange, call.buffer, call.operation, call.bytes, stream));
-  if (!exchange->has_peers()) return receive(*exchange, call, stream);
-  AB_RETURN_IF_ERROR(fork(*exchange, stream));
-  ab_status status = push_blocks(*exchange, call);
-  if (status.code == AB_OK) status = receive(*exchange, call, stream);
-  // Join after an error, too: what was pushed so far still reads x.
-  const ab_status joined = join(*exchange, stream);
-  return status.code == AB_OK ? joined : status;
+  switch (call.part) {
+    case AB_EXCHANGE_START: return start(*exchange, call, stream);
+    case AB_EXCHANGE_FINISH: return finish(*exchange, call, stream);
+    default: return run_whole(*exchange, call, stream);
+  }
 }
 
 template <class Args>

@@ -16,7 +16,16 @@ ab_status fork(const ab_exchange& exchange, cudaStream_t stream) {
 }
 
 ab_status join(const ab_exchange& exchange, cudaStream_t stream) {
+  AB_RETURN_IF_ERROR(end_pushes(exchange));
+  return await_pushes(exchange, stream);
+}
+
+ab_status end_pushes(const ab_exchange& exchange) {
   AB_RETURN_IF_CUDA_ERROR("join", cudaEventRecord(exchange.arena.join, exchange.arena.side));
+  return ok();
+}
+
+ab_status await_pushes(const ab_exchange& exchange, cudaStream_t stream) {
   AB_RETURN_IF_CUDA_ERROR("join", cudaStreamWaitEvent(stream, exchange.arena.join, 0));
   return ok();
 }

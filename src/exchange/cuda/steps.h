@@ -26,6 +26,10 @@ ab_status begin_use(const ab_exchange& exchange, int buffer, exchange::Operation
 ab_status fork(const ab_exchange& exchange, cudaStream_t stream);
 ab_status join(const ab_exchange& exchange, cudaStream_t stream);
 
+// The two halves of join(), for a join at a later place of the stream.
+ab_status end_pushes(const ab_exchange& exchange);
+ab_status await_pushes(const ab_exchange& exchange, cudaStream_t stream);
+
 // The rank that this rank pushes to in step i, 1 <= i < P. In every step each rank is pushed to by one rank.
 int push_order(const ab_exchange& exchange, int step);
 

@@ -102,9 +102,28 @@ def drop_over_capacity(ranks: Ranks, experts: Tensor, weights: Tensor) -> tuple[
     return torch.where(dropped, -1, experts), weights, dropped.sum(dtype=torch.int32)
 
 
-class Transport(abc.ABC):
-    """The interface of a transport."""
+class Sending(NamedTuple):
+    """Tokens on their way to their experts."""
 
+    tokens: Tensor
+    arriving: Tensor | None = None
+    """Where they arrive; None: `Transport.arrived` sends them."""
+    number: int = 0
+
+
+class Returning(NamedTuple):
+    """Sums on their way to their tokens."""
+
+    sums: Tensor
+    arriving: Tensor | None = None
+    """Where they arrive; None: `Transport.collect` sends them."""
+
+
+class Transport(abc.ABC):
+    """The interface of a transport. A pass sends tokens, computes with those that arrive, and ends with `collect`."""
+
+    overlaps = False
+    """Whether work between the start and the end of a transfer overlaps with it."""
     topk: int
     """Assignments per arrived token."""
     returning: int
@@ -119,19 +138,32 @@ class Transport(abc.ABC):
     def plan(self, experts: Tensor) -> Route:
         """The route for experts int32 [T, K], numbered over all ranks; -1: no expert."""
 
+    def start(self, tokens: Tensor) -> Sending:
+        """Starts to send tokens [T, D] to their experts, which may be unknown yet."""
+        return Sending(tokens)
+
+    def arrived(self, route: Route, sending: Sending) -> Tensor:
+        """The arrived tokens, which slot_of_row indexes."""
+        return self.send(route, sending.tokens)
+
     @abc.abstractmethod
     def send(self, route: Route, tokens: Tensor) -> Tensor:
-        """Sends tokens [T, D] to their experts and returns the arrived tokens, which slot_of_row indexes."""
+        """`start` and `arrived`."""
 
     @abc.abstractmethod
     def send_weights(self, route: Route, weights: Tensor) -> Tensor:
         """Sends weights [T, K] in the order of `send` and returns [arrived tokens, topk]."""
 
+    def start_return(self, sums: Tensor) -> Returning:
+        """Starts to return sums [arrived tokens, D] to their source ranks."""
+        return Returning(sums)
+
     @abc.abstractmethod
     def collect(
-        self, route: Route, sums: Tensor, weights: Tensor | None, dtype: torch.dtype, addend: Tensor | None = None
-    ) -> Tensor:
-        """Returns sums [arrived tokens, D] to their source ranks and adds them up: [T, D] of `dtype`.
+        self, route: Route, returning: Returning, weights: Tensor | None, dtype: torch.dtype,
+        addend: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Adds up returned sums: [T, D] of `dtype`.
 
         weights float32 [T, returning] multiply the returned rows; None: 1. The addend [T, D] is added before rounding.
         """
@@ -179,10 +211,11 @@ class Ring(Transport):
         return self._gather(weights)
 
     def collect(
-        self, route: Route, sums: Tensor, weights: Tensor | None, dtype: torch.dtype, addend: Tensor | None = None
-    ) -> Tensor:
+        self, route: Route, returning: Returning, weights: Tensor | None, dtype: torch.dtype,
+        addend: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """See Transport. Partial sums are sent in their own dtype and added in float32."""
-        out: Tensor = torch_ops.combine(self._exchange(sums), route.sent_row_of_slot, weights, addend, dtype)
+        out: Tensor = torch_ops.combine(self._exchange(returning.sums), route.sent_row_of_slot, weights, addend, dtype)
         return out
 
     def collect_weights(self, route: Route, weights: Tensor) -> Tensor:
@@ -224,10 +257,11 @@ class Padded(Transport):
         return self.ranks.exchange(_gather(weights.reshape(-1), route.sent_slot_of_row)[:, None])
 
     def collect(
-        self, route: Route, sums: Tensor, weights: Tensor | None, dtype: torch.dtype, addend: Tensor | None = None
-    ) -> Tensor:
+        self, route: Route, returning: Returning, weights: Tensor | None, dtype: torch.dtype,
+        addend: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """See Transport. Rows are sent in their own dtype and added in the order of k."""
-        out: Tensor = torch_ops.combine(self.ranks.exchange(sums), route.sent_row_of_slot, weights, addend, dtype)
+        out: Tensor = torch_ops.combine(self.ranks.exchange(returning.sums), route.sent_row_of_slot, weights, addend, dtype)
         return out
 
     def collect_weights(self, route: Route, weights: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ from anabranch.torch.binding import private
 from anabranch.torch.binding.define import _ops
 from anabranch.torch.binding.derivatives import reject_derivative
 from anabranch.torch.ops import torch_ops
-from anabranch.torch.parallel.exchange import Ranks, Ring, Route
+from anabranch.peer_exchange import FINISH, START
+from anabranch.torch.parallel.exchange import Ranks, Returning, Ring, Route, Sending
 from anabranch.torch.parallel.peers import exchanges_of, unavailable_reason
 
 #: The uses of exchanges. A backward pass sends twice before it collects.
@@ -28,10 +29,20 @@ def _gather(x: Tensor, ranks: int, group: str) -> Tensor:
     return _of(group).gather(_SMALL, _matrix(x)).view(ranks * x.shape[0], *x.shape[1:])
 
 
-def _send(x: Tensor, number: int, ranks: int, group: str) -> Tensor:
+def _start(x: Tensor, number: int, ranks: int, group: str) -> Tensor:
     exchanges = _of(group)
     exchanges.release(_SENDS[number])  # an exception may have ended the last pass before `collect`
-    return exchanges.gather(_SENDS[number], x.contiguous(), in_place=True)
+    return exchanges.gather(_SENDS[number], x, in_place=True, part=START)
+
+
+def _finish(x: Tensor, arriving: Tensor, number: int, group: str) -> Tensor:
+    return _of(group).gather(_SENDS[number], x, in_place=True, part=FINISH)
+
+
+def _return(sums: Tensor, group: str) -> Tensor:
+    exchanges = _of(group)
+    exchanges.release(_RETURN)
+    return exchanges.exchange(_RETURN, sums, in_place=True, part=START)
 
 
 def _exchange(x: Tensor, group: str) -> Tensor:
@@ -39,12 +50,13 @@ def _exchange(x: Tensor, group: str) -> Tensor:
 
 
 def _collect(
-    sums: Tensor, rows: Tensor, weights: Tensor | None, addend: Tensor | None, dtype: torch.dtype, group: str
-) -> Tensor:
+    sums: Tensor, returning: Tensor, rows: Tensor, weights: Tensor | None, addend: Tensor | None,
+    dtype: torch.dtype, group: str,
+) -> Tensor:  # fmt: skip
     exchanges = _of(group)
     for use in _SENDS:
         exchanges.release(use)
-    arrived = exchanges.exchange(_RETURN, sums.contiguous(), in_place=True)
+    arrived = exchanges.exchange(_RETURN, sums, in_place=True, part=FINISH)
     out: Tensor = torch_ops.combine(arrived, rows, weights, addend, dtype)
     exchanges.release(_RETURN)
     return out
@@ -69,22 +81,34 @@ _gather_op = _define(
     _gather,
     lambda x, ranks, group: x.new_empty((ranks * x.shape[0], *x.shape[1:])),
 )
-#: Tokens of all ranks, in the memory that the peers write to.
-_send_op = _define(
-    "p2p_send(Tensor x, int number, SymInt ranks, str group) -> Tensor",
-    _send,
+#: Starts to send tokens, and waits for those of all ranks. Both results are the memory that the peers write to.
+_start_op = _define(
+    "p2p_start(Tensor x, int number, SymInt ranks, str group) -> Tensor",
+    _start,
     lambda x, number, ranks, group: x.new_empty((ranks * x.shape[0], *x.shape[1:])),
 )
+_finish_op = _define(
+    "p2p_finish(Tensor x, Tensor arriving, int number, str group) -> Tensor",
+    _finish,
+    lambda x, arriving, number, group: torch.empty_like(arriving),
+)
 _exchange_op = _define("p2p_exchange(Tensor x, str group) -> Tensor", _exchange, lambda x, group: torch.empty_like(x))
+#: Starts to return sums, and adds up those that arrive. In between, `sums` must not change.
+_return_op = _define("p2p_return(Tensor sums, str group) -> Tensor", _return, lambda sums, group: torch.empty_like(sums))
 _collect_op = _define(
-    "p2p_collect(Tensor sums, Tensor rows, Tensor? weights, Tensor? addend, ScalarType dtype, str group) -> Tensor",
+    "p2p_collect(Tensor sums, Tensor returning, Tensor rows, Tensor? weights, Tensor? addend, ScalarType dtype, "
+    "str group) -> Tensor",
     _collect,
-    lambda sums, rows, weights, addend, dtype, group: sums.new_empty((rows.shape[0], sums.shape[1]), dtype=dtype),
+    lambda sums, returning, rows, weights, addend, dtype, group: sums.new_empty(
+        (rows.shape[0], sums.shape[1]), dtype=dtype
+    ),
 )
 
 
 class PeerToPeer(Ring):
     """The ring over peer memory, with bitwise the same results."""
+
+    overlaps = True
 
     def __init__(self, ranks: Ranks):
         super().__init__(ranks)
@@ -102,22 +126,38 @@ class PeerToPeer(Ring):
         exchanged: Tensor = _exchange_op(regions, self.ranks.group)
         return exchanged
 
-    def send(self, route: Route, tokens: Tensor) -> Tensor:
-        """See Transport; [P T, D], in memory that `collect` releases."""
+    def start(self, tokens: Tensor) -> Sending:
+        """See Transport."""
         if tokens.numel() == 0:
-            return super().send(route, tokens)
-        number = self._sends
+            return super().start(tokens)
+        number, tokens = self._sends, tokens.contiguous()
         self._sends += 1
-        arrived: Tensor = _send_op(tokens, number, self.ranks.ranks, self.ranks.group)
-        return arrived
+        return Sending(tokens, _start_op(tokens, number, self.ranks.ranks, self.ranks.group), number)
 
-    def collect(
-        self, route: Route, sums: Tensor, weights: Tensor | None, dtype: torch.dtype, addend: Tensor | None = None
-    ) -> Tensor:
+    def arrived(self, route: Route, sending: Sending) -> Tensor:
+        """See Transport; [P T, D], in memory that `collect` releases."""
+        if sending.arriving is None:
+            return super().arrived(route, sending)
+        tokens: Tensor = _finish_op(sending.tokens, sending.arriving, sending.number, self.ranks.group)
+        return tokens
+
+    def start_return(self, sums: Tensor) -> Returning:
         """See Transport."""
         if sums.numel() == 0:
-            return super().collect(route, sums, weights, dtype, addend)
-        out: Tensor = _collect_op(sums, route.sent_row_of_slot, weights, addend, dtype, self.ranks.group)
+            return super().start_return(sums)
+        sums = sums.contiguous()
+        return Returning(sums, _return_op(sums, self.ranks.group))
+
+    def collect(
+        self, route: Route, returning: Returning, weights: Tensor | None, dtype: torch.dtype,
+        addend: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """See Transport."""
+        if returning.arriving is None:
+            return super().collect(route, returning, weights, dtype, addend)
+        out: Tensor = _collect_op(
+            returning.sums, returning.arriving, route.sent_row_of_slot, weights, addend, dtype, self.ranks.group
+        )
         return out
 
 

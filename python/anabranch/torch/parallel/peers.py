@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from anabranch.peer_exchange import MAX_RANKS, PeerExchange
+from anabranch.peer_exchange import FINISH, MAX_RANKS, WHOLE, PeerExchange
 from anabranch.torch.binding import private
 from anabranch.torch.binding.calls import array_of
 
@@ -57,14 +57,17 @@ class GroupExchanges:
         self._uses: dict[str, _Use] = {}
         self._kept: list[_Use] = []
 
-    def gather(self, use: str, x: Tensor, *, in_place: bool = False) -> Tensor:
-        """All-gathers x [n, m] to [P n, m]. in_place: the result is the buffer's memory, until `release`."""
-        shape = (self.ranks * x.shape[0], x.shape[1])
-        return self._run("all_gather", use, x, shape, in_place)
+    # Results of the following are copies, or with in_place the memory of the buffer, until `release`. A call in parts
+    # has to be in place.
 
-    def exchange(self, use: str, x: Tensor, *, in_place: bool = False) -> Tensor:
+    def gather(self, use: str, x: Tensor, *, in_place: bool = False, part: int = WHOLE) -> Tensor:
+        """All-gathers x [n, m] to [P n, m]."""
+        shape = (self.ranks * x.shape[0], x.shape[1])
+        return self._run("all_gather", use, x, shape, in_place, part)
+
+    def exchange(self, use: str, x: Tensor, *, in_place: bool = False, part: int = WHOLE) -> Tensor:
         """All-to-all of P regions in x [P n, m]: region d of rank s becomes region s of rank d."""
-        return self._run("all_to_all", use, x, (*x.shape,), in_place)
+        return self._run("all_to_all", use, x, (*x.shape,), in_place, part)
 
     def release(self, use: str) -> None:
         """Allows the other ranks to overwrite the result of a call in place; nothing if there is none."""
@@ -73,12 +76,12 @@ class GroupExchanges:
             known.exchange.run("release", private.current_stream(self.device))
             known.is_held = False
 
-    def _run(self, name: str, use: str, x: Tensor, shape: tuple[int, int], in_place: bool) -> Tensor:
+    def _run(self, name: str, use: str, x: Tensor, shape: tuple[int, int], in_place: bool, part: int) -> Tensor:
         size = shape[0] * shape[1] * x.dtype.itemsize
-        known = self._ready(use, size)
+        known = self._uses[use] if part == FINISH else self._ready(use, size)
         out = known.memory[:size].view(x.dtype).view(shape) if in_place else x.new_empty(shape)
         arrays = {"x": array_of(x), "out": None if in_place else array_of(out)}
-        known.exchange.run(name, private.current_stream(self.device), **arrays)
+        known.exchange.run(name, private.current_stream(self.device), part, **arrays)
         known.is_held = in_place
         return out
 

@@ -24,11 +24,11 @@ DTYPES = {"cpu": ("float32",), "cuda": ("bfloat16",)}
 #: Implementations of the layer, and of the collectives alone.
 OURS = ("jax", "fp8", "fp8-exchange", "moe")
 BY = (*OURS, "xla", "torch")
-TRANSPORTS = ("ring", "all_to_all", "ragged")
+TRANSPORTS = ("ring", "p2p", "all_to_all", "ragged")
 CAPACITIES = (None, 1.25)
 
 #: Those that torch supports.
-TRANSPORTS_OF_TORCH = ("ring", "all_to_all")
+TRANSPORTS_OF_TORCH = ("ring", "p2p", "all_to_all")
 
 #: Shapes with published figures of other projects; T is per rank.
 SHAPES = {

@@ -148,7 +148,7 @@ def load_cuda() -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
     except OSError as error:
         raise LibraryError(f"{path}: {error}") from error
-    return with_symbols(library, tuple(map(on_cuda, ("ab_describe", "ab_experts_path"))))
+    return with_symbols(library, tuple(map(on_cuda, ("ab_describe", "ab_experts_path", "ab_exchange_describe"))))
 
 
 def _facts(describe: Any) -> dict[str, str]:
@@ -163,8 +163,10 @@ def describe() -> dict[str, str]:
 
 
 def describe_cuda() -> dict[str, str]:
-    """Facts from the CUDA library: version, cuda, driver and one line per device, or `error` if there is no device."""
-    return _facts(load_cuda().ab_cuda_describe)
+    """Facts from the CUDA library: version, cuda, driver and lines per device, or `error` if there is no device."""
+    library = load_cuda()
+    peers = _facts(functools.partial(library.ab_cuda_exchange_describe, None))
+    return peers | _facts(library.ab_cuda_describe)
 
 
 def cuda_capabilities(facts: Mapping[str, str]) -> list[str]:

@@ -4,6 +4,7 @@ import ctypes
 from typing import Any
 
 MAX_RANK = 6
+EXCHANGE_BUFFERS = 4
 
 
 class Tensor(ctypes.Structure):
@@ -30,10 +31,16 @@ class Exec(ctypes.Structure):
     )
 
 
-KINDS = {"i": ctypes.c_int32, "f": ctypes.c_float, "t": ctypes.POINTER(Tensor)}
+KINDS = {
+    "i": ctypes.c_int32,
+    "f": ctypes.c_float,
+    "t": ctypes.POINTER(Tensor),
+    "e": ctypes.c_void_p,
+    "b": ctypes.c_int64 * EXCHANGE_BUFFERS,
+}
 
 #: The fields of ab_NAME_args after `size`, in order. A prefix gives the type of the names after it: "i:" int32, "f:"
-#: float, "t:" pointer to a tensor.
+#: float, "t:" pointer to a tensor, "e:" an exchange, "b:" the bytes of its buffers.
 _FIELDS = {
     "router_forward": "i:topk,score_function,normalize,num_groups,group_topk f:scaling_factor "
     "t:logits,expert_bias,token_mask,forced_experts,weights,experts,tokens_per_expert,score_sum,lse,probs,routing_map,"
@@ -68,6 +75,10 @@ _FIELDS = {
     "t:w_in_q,w_in_scales,w_out_q,w_out_scales,dh_q,dh_scales,d_out_q,d_out_scales f:lora_scale_in,lora_scale_out "
     "t:lora_a_in,lora_b_in,lora_a_out,lora_b_out,lora_u,lora_v_in,lora_v_out,"
     "d_lora_a_in,d_lora_b_in,d_lora_a_out,d_lora_b_out",
+    "exchange_create": "i:device,rank,ranks f:timeout b:buffer_bytes",
+    "exchange_all_gather": "e:exchange i:buffer,lockstep,part,reserved t:x,out",
+    "exchange_all_to_all": "e:exchange i:buffer,lockstep,part,reserved t:x,out",
+    "exchange_release": "e:exchange i:buffer,reserved",
 }
 
 

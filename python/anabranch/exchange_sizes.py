@@ -52,7 +52,7 @@ class ExchangeSizes:
 
     def rows(self, transport: str) -> int:
         """Rows of a rank's largest buffer."""
-        if transport == "ring":
+        if transport in ("ring", "p2p"):
             return num_rows_needed(self.arriving_slots, self.local_experts, self.align_size)
         if transport == "all_to_all":
             return self.ranks * self.region
@@ -61,7 +61,7 @@ class ExchangeSizes:
                 num_rows_needed(self.tokens * self.topk, self.experts, self.align_size),
                 num_rows_needed(self.arriving_slots, self.experts, self.align_size),
             )
-        raise ValueError(f"transport: got {transport!r}, expected 'ring', 'all_to_all' or 'ragged'")
+        raise ValueError(f"transport: got {transport!r}, expected 'ring', 'p2p', 'all_to_all' or 'ragged'")
 
     def check(self, transport: str, too_many: Callable[[Any], bool] = lambda number: number >= INDEX_LIMIT) -> None:
         """Raises ValueError unless int32 can represent the counts and row indices of all ranks.
@@ -100,8 +100,10 @@ def traffic(bounds: ExchangeSizes, itemsize: int, fp8_exchange: bool = False) ->
     """
     b, others = bounds, bounds.ranks - 1
     token_bytes = 1 + 4 / BLOCK if fp8_exchange else itemsize
+    ring = others * b.tokens * (token_bytes + itemsize)
     return {
-        "ring": others * b.tokens * (token_bytes + itemsize),
+        "ring": ring,
+        "p2p": ring,
         "all_to_all": others * b.region * (token_bytes + itemsize),
         "ragged": b.tokens * b.topk * others / b.ranks * (token_bytes + itemsize),
     }

@@ -8,6 +8,7 @@
 
 #include "anabranch/balance.h"
 #include "anabranch/dispatch.h"
+#include "anabranch/exchange.h"
 #include "anabranch/experts.h"
 #include "anabranch/router.h"
 #include "core/status.h"
@@ -55,6 +56,10 @@ AB_STRUCT(ab_grouped_matmul_dw_args, d_w, reserved);
 AB_STRUCT(ab_grouped_matmul_combine_args, out, lora_u);
 AB_STRUCT(ab_expert_ffn_forward_args, a, lora_z);
 AB_STRUCT(ab_expert_ffn_backward_args, weighted_a, d_lora_b_out);
+AB_STRUCT(ab_exchange_create_args, buffer_bytes, buffer_bytes);
+AB_STRUCT(ab_exchange_all_gather_args, out, out);
+AB_STRUCT(ab_exchange_all_to_all_args, out, out);
+AB_STRUCT(ab_exchange_release_args, reserved, reserved);
 
 #undef AB_END_OF
 #undef AB_STRUCT

@@ -5,10 +5,12 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
 
 #include "emulator.h"
+#include "shared_memory.h"
 
 #define __device__
 #define __host__
@@ -49,6 +51,17 @@ struct dim3 {
 };
 
 inline void __syncthreads() { emulation::sync_block(); }
+inline int __syncthreads_or(int predicate) {
+  static bool any;
+  emulation::sync_block();
+  if (threadIdx.x == 0) any = false;
+  emulation::sync_block();
+  any = any || predicate != 0;
+  emulation::sync_block();
+  return any;
+}
+inline int __syncthreads_and(int predicate) { return !__syncthreads_or(!predicate); }
+inline void __threadfence() {}
 inline void __syncwarp(unsigned = 0) {
   const char nothing = 0;
   emulation::publish(&nothing, 1);
@@ -172,7 +185,8 @@ enum cudaError_t {
   cudaErrorInvalidConfiguration,
   cudaErrorInsufficientDriver,
   cudaErrorNoDevice,
-  cudaErrorLaunchOutOfResources
+  cudaErrorLaunchOutOfResources,
+  cudaErrorPeerAccessAlreadyEnabled
 };
 enum cudaMemcpyKind { cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice };
 enum cudaDeviceAttr {
@@ -189,9 +203,14 @@ struct cudaFuncAttributes {
 };
 enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize, cudaFuncAttributePreferredSharedMemoryCarveout };
 enum cudaLaunchAttributeID { cudaLaunchAttributeProgrammaticStreamSerialization, cudaLaunchAttributeClusterDimension };
-enum cudaStreamCaptureMode { cudaStreamCaptureModeThreadLocal };
+enum cudaStreamCaptureMode { cudaStreamCaptureModeThreadLocal, cudaStreamCaptureModeGlobal };
 constexpr unsigned cudaStreamNonBlocking = 1;
+constexpr unsigned cudaEventDisableTiming = 2;
+constexpr unsigned cudaHostAllocPortable = 1;
+constexpr unsigned cudaHostAllocMapped = 2;
+constexpr unsigned cudaIpcMemLazyEnablePeerAccess = 1;
 using cudaStream_t = void*;
+using cudaEvent_t = void*;
 using cudaGraph_t = void*;
 using cudaGraphExec_t = void*;
 
@@ -200,6 +219,12 @@ struct cudaDeviceProp {
   int major = 8;
   int minor = 0;
   int multiProcessorCount = 3;
+  struct {
+    char bytes[16] = {};
+  } uuid;
+};
+struct cudaIpcMemHandle_t {
+  char reserved[64];
 };
 struct cudaLaunchAttribute {
   cudaLaunchAttributeID id;
@@ -221,8 +246,15 @@ struct cudaLaunchConfig_t {
 
 inline const char* cudaGetErrorString(cudaError_t) { return "an emulated error"; }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+// EMULATED_DEVICES is their number, 1 by default. A process uses one of them: all its threads have the same current
+// device, and kernels run when they are launched.
 inline cudaError_t cudaGetDeviceCount(int* count) {
-  *count = 1;
+  const char* devices = std::getenv("EMULATED_DEVICES");
+  *count = devices == nullptr ? 1 : std::atoi(devices);
+  return cudaSuccess;
+}
+inline cudaError_t cudaSetDevice(int device) {
+  emulation::runtime.device = device;
   return cudaSuccess;
 }
 inline cudaError_t cudaGetDevice(int* device) {
@@ -238,10 +270,24 @@ inline cudaError_t attribute_call() {
   ++emulation::runtime.attribute_calls;
   return emulation::runtime.attribute_calls_fail ? cudaErrorMemoryAllocation : cudaSuccess;
 }
-inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
+inline cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int device) {
   *properties = {};
+  properties->uuid.bytes[0] = static_cast<char>(device);
   return cudaSuccess;
 }
+inline cudaError_t cudaDeviceGetPCIBusId(char* text, int size, int device) {
+  std::snprintf(text, static_cast<size_t>(size), "0000:%02x:00.0", static_cast<unsigned>(device) & 0xffu);
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceGetByPCIBusId(int* device, const char* text) {
+  *device = static_cast<int>(std::strtol(text + 5, nullptr, 16));
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceCanAccessPeer(int* accessible, int, int) {
+  *accessible = 1;
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { return cudaSuccess; }
 inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   if (const cudaError_t failure = attribute_call(); failure != cudaSuccess) return failure;
   const cudaDeviceProp properties;
@@ -259,14 +305,33 @@ inline cudaError_t cudaMemGetInfo(size_t* free_bytes, size_t* total) {
   *free_bytes = *total = size_t{1} << 30;
   return cudaSuccess;
 }
+// Whole blocks of 2 MiB can be shared with other processes.
 template <class T>
 cudaError_t cudaMalloc(T** memory, size_t bytes) {
-  *memory = static_cast<T*>(std::aligned_alloc(256, (bytes + 255) / 256 * 256));
+  constexpr size_t kSharedBlock = 2 << 20;
+  *memory =
+      static_cast<T*>(bytes > 0 && bytes % kSharedBlock == 0 ? emulation::allocate_shared(bytes)
+                                                             : std::aligned_alloc(256, (bytes + 255) / 256 * 256));
   return *memory == nullptr ? cudaErrorMemoryAllocation : cudaSuccess;
 }
 inline cudaError_t cudaFree(void* memory) {
-  std::free(memory);
+  if (!emulation::free_shared(memory)) std::free(memory);
   return cudaSuccess;
+}
+template <class T>
+cudaError_t cudaHostAlloc(T** memory, size_t bytes, unsigned) {
+  return cudaMalloc(memory, bytes);
+}
+inline cudaError_t cudaFreeHost(void* memory) { return cudaFree(memory); }
+inline cudaError_t cudaIpcGetMemHandle(cudaIpcMemHandle_t* handle, void* memory) {
+  return emulation::export_shared(memory, handle->reserved) ? cudaSuccess : cudaErrorInvalidValue;
+}
+inline cudaError_t cudaIpcOpenMemHandle(void** memory, const cudaIpcMemHandle_t& handle, unsigned) {
+  *memory = emulation::open_shared(handle.reserved);
+  return *memory == nullptr ? cudaErrorInvalidValue : cudaSuccess;
+}
+inline cudaError_t cudaIpcCloseMemHandle(void* memory) {
+  return emulation::free_shared(memory) ? cudaSuccess : cudaErrorInvalidValue;
 }
 inline cudaError_t cudaMemset(void* to, int value, size_t bytes) {
   std::memset(to, value, bytes);
@@ -280,6 +345,17 @@ inline cudaError_t cudaMemcpy(void* to, const void* from, size_t bytes, cudaMemc
   std::memcpy(to, from, bytes);
   return cudaSuccess;
 }
+inline cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
+  std::memmove(to, from, bytes);
+  return cudaSuccess;
+}
+inline cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned) {
+  *event = nullptr;
+  return cudaSuccess;
+}
+inline cudaError_t cudaEventDestroy(cudaEvent_t) { return cudaSuccess; }
+inline cudaError_t cudaEventRecord(cudaEvent_t, cudaStream_t) { return cudaSuccess; }
+inline cudaError_t cudaStreamWaitEvent(cudaStream_t, cudaEvent_t, unsigned) { return cudaSuccess; }
 inline cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned) {
   *stream = nullptr;
   return cudaSuccess;
@@ -296,6 +372,7 @@ inline cudaError_t cudaGraphInstantiate(cudaGraphExec_t* executable, cudaGraph_t
   *executable = nullptr;
   return cudaSuccess;
 }
+inline cudaError_t cudaGraphUpload(cudaGraphExec_t, cudaStream_t) { return cudaSuccess; }
 inline cudaError_t cudaGraphLaunch(cudaGraphExec_t, cudaStream_t) { return cudaSuccess; }
 inline cudaError_t cudaGraphDestroy(cudaGraph_t) { return cudaSuccess; }
 inline cudaError_t cudaGraphExecDestroy(cudaGraphExec_t) { return cudaSuccess; }

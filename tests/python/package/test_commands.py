@@ -125,7 +125,7 @@ finally:
         (__file__, "invalid ELF header"),
         (
             None,
-            "got a library without ab_cuda_describe and 1 more, expected one of anabranch " + anabranch.__version__,
+            "got a library without ab_cuda_describe and 2 more, expected one of anabranch " + anabranch.__version__,
         ),
     ],
 )

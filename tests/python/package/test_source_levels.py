@@ -8,9 +8,9 @@ SOURCES = Path(__file__).parents[3] / "src"
 LEVELS = (
     ("core", "torch"),
     ("core/cuda",),
-    ("balance", "dispatch"),
+    ("balance", "dispatch", "exchange"),
     ("router", "experts"),
-    ("router/cpu", "router/cuda", "experts/cpu", "experts/cuda/ops"),
+    ("exchange/cuda", "router/cpu", "router/cuda", "experts/cpu", "experts/cuda/ops"),
     ("experts/cuda/ops/tiles",),
     ("experts/hopper", "experts/portable", "experts/few_rows"),
     ("experts/cuda",),
@@ -65,4 +65,4 @@ def test_cmake_compiles_every_cuda_folder_for_the_cuda_library():
     found = {folder for folder in LEVEL_OF if re.search(folders[1], f"src/{folder}/x.cc")}
     names = ("cuda", "hopper", "portable", "few_rows")
     assert found == {folder for folder in LEVEL_OF if set(folder.split("/")) & set(names)}
-    assert len(found) == 8
+    assert len(found) == 9

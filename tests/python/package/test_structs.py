@@ -20,7 +20,9 @@ CTYPES = {
     "void*": ctypes.c_void_p,
     "const int64_t*": ctypes.c_void_p,
     "const ab_tensor*": ctypes.POINTER(_structs.Tensor),
+    "ab_exchange*": ctypes.c_void_p,
 }
+LIMITS = {"AB_MAX_RANK": _structs.MAX_RANK, "AB_EXCHANGE_BUFFERS": _structs.EXCHANGE_BUFFERS}
 STRUCTS = {f"ab_{name}_args": struct for name, struct in _structs.ARGS.items()} | {
     "ab_tensor": _structs.Tensor,
     "ab_exec": _structs.Exec,
@@ -31,7 +33,9 @@ STRUCTS = {f"ab_{name}_args": struct for name, struct in _structs.ARGS.items()} 
 def fields_of(name):
     """(field, ctype) of a struct in the headers."""
     (body,) = re.findall(rf"typedef struct {name} \{{(.*?)\}} {name};", HEADERS, re.S)
-    body = re.sub(r"/\*.*?\*/", "", body, flags=re.S).replace("AB_MAX_RANK", str(_structs.MAX_RANK))
+    body = re.sub(r"/\*.*?\*/", "", body, flags=re.S)
+    for limit, value in LIMITS.items():
+        body = body.replace(limit, str(value))
     declared = re.findall(r"((?:const )?\w+\*?)\s+(\w+)(?:\[(\d+)\])?;", body)
     assert len(declared) == body.count(";")
     return [(field, CTYPES[kind] * int(size) if size else CTYPES[kind]) for kind, field, size in declared]
@@ -39,7 +43,8 @@ def fields_of(name):
 
 def test_every_struct_is_described():
     assert set(STRUCTS) == set(re.findall(r"typedef struct (\w+) \{", HEADERS))
-    assert f"#define AB_MAX_RANK {_structs.MAX_RANK}\n" in HEADERS
+    for limit, value in LIMITS.items():
+        assert f"#define {limit} {value}\n" in HEADERS
 
 
 @pytest.mark.parametrize("name", STRUCTS)

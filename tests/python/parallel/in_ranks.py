@@ -93,8 +93,8 @@ def run(case, arrays, rank, ranks, mesh):
         names = [name for name in cotangents if getattr(result, name, None) is not None]
         return result, in_torch.gradients_of([(getattr(result, name), cotangents[name]) for name in names], floats)
 
-    if case["compiled"] and on_cuda():  # compilation may synchronise
-        both_passes()
+    if on_cuda() and (case["compiled"] or case["transport"] in ("p2p", "auto")):
+        both_passes()  # compilation and the first call of p2p, which makes the exchange, may synchronise
     with nothing_waits(case):
         result, found = both_passes()
     gradients = rename({name: torch.zeros_like(floats[name]) if g is None else g for name, g in found.items()})

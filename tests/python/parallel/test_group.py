@@ -239,6 +239,23 @@ def test_ranks_of_a_gpu_each_give_the_results_and_gradients_of_one_process(tmp_p
     check_cases(tmp_path, ranks, "nccl")
 
 
+@pytest.mark.gpu
+@pytest.mark.usefixtures("torch_cases")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_p2p_gives_the_bits_of_ring(tmp_path, ranks):
+    if torch.cuda.device_count() < ranks:
+        pytest.skip(f"FEWER THAN {ranks} GPUS FOUND: the transport p2p was not tested on so many")
+    cases = [case for case in CASES if case.transport == "ring" and ranks % case.data == 0]
+    cases += [dataclasses.replace(cases[0], compiled=True)]
+    both = [dataclasses.replace(case, transport=name) for case in cases for name in ("ring", "p2p")]
+    found = [found for *_, found in run(tmp_path, both, ranks, "nccl")]
+    for case, ring, p2p in zip(cases, found[::2], found[1::2], strict=True):
+        for rank, (want, got) in enumerate(zip(ring, p2p, strict=True)):
+            assert want.keys() == got.keys()
+            for name in want:
+                np.testing.assert_array_equal(got[name], want[name], err_msg=f"{case}, rank {rank}: {name}")
+
+
 @pytest.fixture
 def group_of_one(tmp_path):
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)

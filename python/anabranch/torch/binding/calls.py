@@ -30,6 +30,11 @@ ERRORS = {1: ValueError, 2: NotImplementedError, 3: MemoryError}
 _Shape = tuple[Any, ...]
 
 
+def array_of(tensor: Tensor) -> tuple[int, int, tuple[int, ...]]:
+    """The address, ab_dtype and shape of a contiguous tensor."""
+    return tensor.data_ptr(), _DTYPES[tensor.dtype], tuple(tensor.shape)
+
+
 def _check(status: _library.Status) -> None:
     if status.code != 0:
         raise ERRORS.get(status.code, RuntimeError)(status.message.decode())

@@ -22,8 +22,9 @@ from anabranch.torch.ops.gradients import OPERANDS, request
 from anabranch.torch.ops.quantized import backward_operands, forward_operands
 from anabranch.torch.ops.router import logits_gradient, run_route
 from anabranch.torch.parallel.alike import compare_options
-from anabranch.torch.parallel.exchange import Ranks, Route, Transport, drop_over_capacity, transport
+from anabranch.torch.parallel.exchange import Ranks, Route, Sending, Transport, drop_over_capacity
 from anabranch.torch.parallel.message import QuantizedOperand, dequantize, pack, quantize_rows, unpack
+from anabranch.torch.parallel.transports import transport
 
 
 class GroupConfig(NamedTuple):
@@ -73,21 +74,30 @@ def _network(config: GroupConfig, topk: int) -> Any:
     return config.layer.network._replace(topk=topk)
 
 
-def _sent(config: GroupConfig, chosen: Transport, route: Route, tokens: Tensor) -> QuantizedOperand:
-    """Sends tokens [T, D] in FP8 and returns them as they arrive at their experts."""
-    message = pack(quantize_rows(tokens, config.layer.network.fp8_scales))
-    return unpack(chosen.send(route, message), tokens.shape[1])
+def _start(config: GroupConfig, chosen: Transport, tokens: Tensor) -> Sending:
+    """Starts to send tokens [T, D], in FP8 with fp8_exchange."""
+    return chosen.start(
+        pack(quantize_rows(tokens, config.layer.network.fp8_scales)) if config.fp8_exchange else tokens
+    )
+
+
+def _arrived(chosen: Transport, route: Route, sending: Sending, D: int) -> QuantizedOperand:
+    """Tokens that were sent in FP8."""
+    return unpack(chosen.arrived(route, sending), D)
 
 
 def _forward(config: GroupConfig, operands: Operands) -> GroupOutput:
     x, layer, ranks = operands.x, config.layer, config.ranks
+    invalid = compare_options(config, x)
+    chosen = transport(config.transport, ranks)
+    sending = _start(config, chosen, x)
     no_floats = x.new_empty((0,), dtype=torch.float32)
     no_integers = x.new_empty((0,), dtype=torch.int32)
     if layer.router is None:
         weights, experts = operands.weights, operands.experts
         assert weights is not None and experts is not None
         outside = (experts < 0) | (experts >= layer.num_experts)
-        invalid = (outside & (experts != -1)).sum(dtype=torch.int32) + compare_options(config, x, experts)
+        invalid = invalid + (outside & (experts != -1)).sum(dtype=torch.int32)
         experts = torch.where(outside, -1, experts)
         counts = torch_ops.plan(experts, layer.num_experts, 0, 0, 1)[0]
         score_sum, lse, logits, histogram = no_floats, no_floats.clone(), no_floats.clone(), no_integers
@@ -106,17 +116,15 @@ def _forward(config: GroupConfig, operands: Operands) -> GroupOutput:
             operands.qb_bin_bounds,
             requested=layer.requested._replace(tokens_per_expert=True),
         )
-        invalid = compare_options(config, x, experts)
     remaining, weights, dropped = drop_over_capacity(ranks, experts, weights)
-    chosen = transport(config.transport, ranks)
     route = chosen.plan(remaining)
     early = layer.network.weight_early
     there = chosen.send_weights(route, weights) if early or chosen.weights_there else None
     arrived: tuple[Any, ...] = (x, None, None)  # x, quantised x and its scales
     if not config.fp8_exchange:
-        arrived = chosen.send(route, x), None, None
+        arrived = chosen.arrived(route, sending), None, None
     else:
-        quantized = _sent(config, chosen, route, x)
+        quantized = _arrived(chosen, route, sending, x.shape[1])
         arrived = x if operands.lora_a_in is None else dequantize(quantized, x.dtype), *quantized
     sums, h, u = torch_ops.experts(
         *arrived,
@@ -132,7 +140,7 @@ def _forward(config: GroupConfig, operands: Operands) -> GroupOutput:
         *factor_arguments(operands.factors()),
         *_network(config, chosen.topk),
     )
-    output = chosen.collect(route, sums, None if there is not None else weights, x.dtype)
+    output = chosen.collect(route, chosen.start_return(sums), None if there is not None else weights, x.dtype)
     if layer.router is None:
         weights, experts = no_floats.clone(), no_integers.clone()
     elif operands.gate is None:
@@ -191,12 +199,22 @@ def _backward(ctx, d):
     # Cotangents and weights are sent to the experts, which then have all operands of d_weights. Gradients of the
     # experts are means over the P ranks: the weights carry the factor 1/P, and the sum of d_x multiplies by P.
     P, d_rows_sent = config.ranks.ranks, (None, None)
-    if config.fp8_exchange:
-        d_rows_sent = _sent(config, chosen, route, d_output)
-        arrived, d_rows = dequantize(_sent(config, chosen, route, x), dtype), dequantize(d_rows_sent, d_output.dtype)
-    else:
-        arrived, d_rows = chosen.send(route, x), chosen.send(route, d_output)
+    sending = _start(config, chosen, d_output)
     there = chosen.send_weights(route, weights) / P
+    if config.fp8_exchange:
+        d_rows_sent = _arrived(chosen, route, sending, x.shape[1])
+        d_rows = dequantize(d_rows_sent, d_output.dtype)
+    else:
+        d_rows = chosen.arrived(route, sending)
+    sending = _start(config, chosen, x)
+    # Without FP8 and adapters, experts_hidden reads only the shape of the tokens, which still arrive meanwhile.
+    if config.fp8_exchange:
+        arrived = dequantize(_arrived(chosen, route, sending, x.shape[1]), dtype)
+    elif sending.arriving is None or lora_a_in is not None:
+        arrived = chosen.arrived(route, sending)
+        sending = sending._replace(arriving=None)
+    else:
+        arrived = sending.arriving
     up, down = (cast_weight(layer.network, w, dtype) for w in (w_in, w_out))
     quantized = w_in_q, w_in_scales, w_out_q, w_out_scales
     factors = factor_arguments((lora_a_in, lora_b_in, lora_a_out, lora_b_out))
@@ -225,13 +243,26 @@ def _backward(ctx, d):
             gradients["gate"] = through.gate.to(gate.dtype)
         if needs["gate_bias"]:
             gradients["gate_bias"] = d_logits.sum(0).to(gate_bias.dtype)
-    d_arrived, d_w_in, d_b_in, d_a_in, d_b_factor_in = torch_ops.experts_inputs(
-        dh, *dh_quantized, arrived, None, route.row_of_slot, route.slot_of_row, route.group_sizes, up, b_in, down,
-        lora_u, v_in, w_in.dtype, dtype, requested, *quantized, *factors, *options,
-    )  # fmt: skip
+    if sending.arriving is not None and not config.fp8_exchange:
+        arrived = chosen.arrived(route, sending)
+
+    def inputs(wanted):
+        return torch_ops.experts_inputs(
+            dh, *dh_quantized, arrived, None, route.row_of_slot, route.slot_of_row, route.group_sizes, up, b_in, down,
+            lora_u, v_in, w_in.dtype, dtype, wanted, *quantized, *factors, *options,
+        )  # fmt: skip
+
+    # The sums of d_x return while the weights' gradients are computed.
+    of_tokens = request({name: name == "x" for name in OPERANDS}) if chosen.overlaps else requested
+    d_arrived, *of_weights = inputs(of_tokens)
+    returning = chosen.start_return(d_arrived)
+    others = request({name: needs[name] and name != "x" for name in OPERANDS})
+    if chosen.overlaps and others:
+        of_weights = inputs(others)[1:]
+    d_w_in, d_b_in, d_a_in, d_b_factor_in = of_weights
     factor = weights.new_full((x.shape[0], chosen.returning), P)
     d_x_name, d_x_dtype = ("port", torch.float32) if needs["port"] else ("x", dtype)
-    d_x = chosen.collect(route, d_arrived, factor, d_x_dtype, addend)
+    d_x = chosen.collect(route, returning, factor, d_x_dtype, addend)
     gradients |= {
         d_x_name: d_x,
         "w_in": d_w_in,

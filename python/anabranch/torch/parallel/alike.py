@@ -97,22 +97,22 @@ def _store(group: Any) -> Any:
     return private.store_of(group)
 
 
-def _compare(experts: Tensor, group: Any, texts: Any, numbers: Any, integers: Any) -> Tensor:
-    _check(private.resolve_group(group), (experts.shape[0], *texts, *numbers, *integers))
-    return _none_dropped(experts)
+def _compare(x: Tensor, group: Any, texts: Any, numbers: Any, integers: Any) -> Tensor:
+    _check(private.resolve_group(group), (x.shape[0], *texts, *numbers, *integers))
+    return _none_dropped(x)
 
 
-def _none_dropped(experts: Tensor, *_: Any) -> Tensor:
-    return experts.new_zeros(())
+def _none_dropped(x: Tensor, *_: Any) -> Tensor:
+    return x.new_zeros((), dtype=torch.int32)
 
 
-_ops.define("compare(Tensor experts, str group, str[] texts, float[] numbers, SymInt[] integers) -> Tensor")
+_ops.define("compare(Tensor x, str group, str[] texts, float[] numbers, SymInt[] integers) -> Tensor")
 for _device in ("CPU", "CUDA"):
     _ops.impl("compare", _compare, _device)
 torch.library.register_fake("anabranch::compare", _none_dropped, lib=_ops)
 
 
-def compare_options(config: Any, x: Tensor, experts: Tensor) -> Tensor:
+def compare_options(config: Any, x: Tensor) -> Tensor:
     """Compares sizes and options with the other ranks. Returns 0, int32 [].
 
     The caller adds the result to the number of dropped assignments, so that a compiled program keeps the comparison.
@@ -120,7 +120,6 @@ def compare_options(config: Any, x: Tensor, experts: Tensor) -> Tensor:
     Args:
       config: a GroupConfig.
       x: [T, D] of this rank.
-      experts: int32 [T, K] of this rank.
 
     Raises:
       ValueError: a size or an option differs between ranks. Every rank raises.
@@ -139,5 +138,5 @@ def compare_options(config: Any, x: Tensor, experts: Tensor) -> Tensor:
         *(layer.aux_loss, layer.z_loss, router is not None),
     ]
     compare = torch.ops.anabranch.compare.default if torch.compiler.is_compiling() else _compare
-    zero: Tensor = compare(experts, ranks.group, texts, numbers, list(map(int, integers)))
+    zero: Tensor = compare(x, ranks.group, texts, numbers, list(map(int, integers)))
     return zero

@@ -5,7 +5,8 @@ All transports implement `Transport`. The experts read tokens as they arrived, t
 sorted again.
 
 - `Ring`: an all-gather of tokens. Each rank computes partial sums of its experts for all tokens; an all-to-all returns
-  them, and they are summed at the source. Buffers have no unused regions.
+  them, and they are summed at the source. Buffers have no unused regions. p2p.py has the same without collectives of
+  torch.
 - `Padded`: a fixed-capacity all-to-all with one region per destination. One plan with (destination, local expert)
   groups assigns the rows.
 
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anabranch.exchange_sizes import ExchangeSizes, traffic
+from anabranch.exchange_sizes import ExchangeSizes
 from anabranch.rows import num_rows_needed
 from anabranch.torch.binding import private
 from anabranch.torch.ops import torch_ops
@@ -101,9 +102,28 @@ def drop_over_capacity(ranks: Ranks, experts: Tensor, weights: Tensor) -> tuple[
     return torch.where(dropped, -1, experts), weights, dropped.sum(dtype=torch.int32)
 
 
-class Transport(abc.ABC):
-    """The interface of a transport."""
+class Sending(NamedTuple):
+    """Tokens on their way to their experts."""
 
+    tokens: Tensor
+    arriving: Tensor | None = None
+    """Where they arrive; None: `Transport.arrived` sends them."""
+    number: int = 0
+
+
+class Returning(NamedTuple):
+    """Sums on their way to their tokens."""
+
+    sums: Tensor
+    arriving: Tensor | None = None
+    """Where they arrive; None: `Transport.collect` sends them."""
+
+
+class Transport(abc.ABC):
+    """The interface of a transport. A pass sends tokens, computes with those that arrive, and ends with `collect`."""
+
+    overlaps = False
+    """Whether work between the start and the end of a transfer overlaps with it."""
     topk: int
     """Assignments per arrived token."""
     returning: int
@@ -118,19 +138,32 @@ class Transport(abc.ABC):
     def plan(self, experts: Tensor) -> Route:
         """The route for experts int32 [T, K], numbered over all ranks; -1: no expert."""
 
+    def start(self, tokens: Tensor) -> Sending:
+        """Starts to send tokens [T, D] to their experts, which may be unknown yet."""
+        return Sending(tokens)
+
+    def arrived(self, route: Route, sending: Sending) -> Tensor:
+        """The arrived tokens, which slot_of_row indexes."""
+        return self.send(route, sending.tokens)
+
     @abc.abstractmethod
     def send(self, route: Route, tokens: Tensor) -> Tensor:
-        """Sends tokens [T, D] to their experts and returns the arrived tokens, which slot_of_row indexes."""
+        """`start` and `arrived`."""
 
     @abc.abstractmethod
     def send_weights(self, route: Route, weights: Tensor) -> Tensor:
         """Sends weights [T, K] in the order of `send` and returns [arrived tokens, topk]."""
 
+    def start_return(self, sums: Tensor) -> Returning:
+        """Starts to return sums [arrived tokens, D] to their source ranks."""
+        return Returning(sums)
+
     @abc.abstractmethod
     def collect(
-        self, route: Route, sums: Tensor, weights: Tensor | None, dtype: torch.dtype, addend: Tensor | None = None
-    ) -> Tensor:
-        """Returns sums [arrived tokens, D] to their source ranks and adds them up: [T, D] of `dtype`.
+        self, route: Route, returning: Returning, weights: Tensor | None, dtype: torch.dtype,
+        addend: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Adds up returned sums: [T, D] of `dtype`.
 
         weights float32 [T, returning] multiply the returned rows; None: 1. The addend [T, D] is added before rounding.
         """
@@ -149,10 +182,18 @@ class Ring(Transport):
         super().__init__(ranks)
         self.topk, self.returning = ranks.topk, ranks.ranks
 
+    def _gather(self, tensor: Tensor) -> Tensor:
+        """All-gathers tensors [n, ...] to [P n, ...]."""
+        return self.ranks.gather(tensor)
+
+    def _exchange(self, regions: Tensor) -> Tensor:
+        """All-to-all of P regions, see `Ranks.exchange`."""
+        return self.ranks.exchange(regions)
+
     def plan(self, experts: Tensor) -> Route:
         """See Transport."""
         r = self.ranks
-        local = r.gather(experts) - r.rank * r.local_experts
+        local = self._gather(experts) - r.rank * r.local_experts
         local = torch.where((local >= 0) & (local < r.local_experts), local, -1)
         rows = num_rows_needed(r.arriving_slots, r.local_experts, r.align_size)
         _, group_sizes, _, row_of_slot, slot_of_row, _ = torch_ops.plan(local, r.local_experts, rows, r.align_size, 1)
@@ -163,22 +204,23 @@ class Ring(Transport):
 
     def send(self, route: Route, tokens: Tensor) -> Tensor:
         """See Transport; [P T, D]."""
-        return self.ranks.gather(tokens)
+        return self._gather(tokens)
 
     def send_weights(self, route: Route, weights: Tensor) -> Tensor:
         """See Transport; [P T, K]."""
-        return self.ranks.gather(weights)
+        return self._gather(weights)
 
     def collect(
-        self, route: Route, sums: Tensor, weights: Tensor | None, dtype: torch.dtype, addend: Tensor | None = None
-    ) -> Tensor:
+        self, route: Route, returning: Returning, weights: Tensor | None, dtype: torch.dtype,
+        addend: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """See Transport. Partial sums are sent in their own dtype and added in float32."""
-        out: Tensor = torch_ops.combine(self.ranks.exchange(sums), route.sent_row_of_slot, weights, addend, dtype)
+        out: Tensor = torch_ops.combine(self._exchange(returning.sums), route.sent_row_of_slot, weights, addend, dtype)
         return out
 
     def collect_weights(self, route: Route, weights: Tensor) -> Tensor:
         """See Transport. At most one rank has a value for an assignment; the others have 0."""
-        arrived = self.ranks.exchange(weights)
+        arrived = self._exchange(weights)
         return arrived.view(self.ranks.ranks, self.ranks.tokens, self.topk).sum(0)
 
 
@@ -215,10 +257,11 @@ class Padded(Transport):
         return self.ranks.exchange(_gather(weights.reshape(-1), route.sent_slot_of_row)[:, None])
 
     def collect(
-        self, route: Route, sums: Tensor, weights: Tensor | None, dtype: torch.dtype, addend: Tensor | None = None
-    ) -> Tensor:
+        self, route: Route, returning: Returning, weights: Tensor | None, dtype: torch.dtype,
+        addend: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
         """See Transport. Rows are sent in their own dtype and added in the order of k."""
-        out: Tensor = torch_ops.combine(self.ranks.exchange(sums), route.sent_row_of_slot, weights, addend, dtype)
+        out: Tensor = torch_ops.combine(self.ranks.exchange(returning.sums), route.sent_row_of_slot, weights, addend, dtype)
         return out
 
     def collect_weights(self, route: Route, weights: Tensor) -> Tensor:
@@ -254,22 +297,3 @@ def _by_expert(chunks: Tensor, tails: Tensor, arriving: int, rows: int) -> tuple
     total = chunks.sum()
     slot_of_row = torch.where(positions < total, by_expert[:, 0], -1)[:rows]
     return slot_of_row, torch.where(row_of_arrived < total, row_of_arrived, -1)[:, None]
-
-
-TRANSPORTS: dict[str, type[Transport]] = {"ring": Ring, "all_to_all": Padded}
-
-#: Bandwidth of collectives in bytes/s per rank. GPU: NCCL over NVLink, measured through XLA
-#: (docs/notes/expert_parallel.md). CPU: only the ratio matters.
-_RATES = {"cuda": {"ring": 220e9, "all_to_all": 240e9}, "cpu": {"ring": 1e10, "all_to_all": 1e10}}
-
-
-def choose(device: str, sizes: ExchangeSizes, itemsize: int, fp8_exchange: bool = False) -> str:
-    """The transport for transport="auto": the one with the smaller estimate bytes / bandwidth."""
-    rates, bytes_sent = _RATES.get(device, _RATES["cuda"]), traffic(sizes, itemsize, fp8_exchange)
-    _, name = min([(bytes_sent[name] / rate, name) for name, rate in rates.items()])
-    return name
-
-
-def transport(name: str, ranks: Ranks) -> Any:
-    """The transport with this name in TRANSPORTS."""
-    return TRANSPORTS[name](ranks)

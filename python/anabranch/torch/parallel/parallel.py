@@ -10,7 +10,9 @@ from anabranch.exchange_sizes import capacity_of
 from anabranch.precision import check_fp8_exchange
 from anabranch.torch.binding import check
 from anabranch.torch.binding.group import check_group, summed
-from anabranch.torch.parallel.exchange import TRANSPORTS, Ranks, choose
+from anabranch.torch.parallel.exchange import Ranks
+from anabranch.torch.parallel.p2p import reason_against
+from anabranch.torch.parallel.transports import TRANSPORTS, choose
 
 
 class Parallel(NamedTuple):
@@ -117,6 +119,8 @@ def place(
     name = parallel.transport
     if name == "auto":
         name = choose(x.device.type, ranks, x.dtype.itemsize, parallel.fp8_exchange)
+    elif name == "p2p" and (reason := reason_against(ranks, x.device.type)):
+        raise ValueError(f"transport: got 'p2p', expected another one here: {reason}")
     ranks.check(name, check.exceeds_int32)
     return ranks, name
 

@@ -1,0 +1,102 @@
+"""One rank of an exchange between the GPUs of a host, see include/anabranch/exchange.h. Each has one buffer."""
+
+import ctypes
+from collections.abc import Sequence
+
+from anabranch import _library, _structs
+
+HANDLE_BYTES = 512
+MAX_RANKS = 16
+#: Parts of a call.
+WHOLE, START, FINISH = 0, 1, 2
+ERRORS = {1: ValueError, 2: NotImplementedError, 3: MemoryError}
+
+
+def check(status: _library.Status) -> None:
+    """Raises the exception that a status stands for."""
+    if status.code != 0:
+        raise ERRORS.get(status.code, RuntimeError)(status.message.decode())
+
+
+class PeerExchange:
+    """An exchange of this rank.
+
+    Args:
+      device: number of the CUDA device.
+      rank, ranks: this rank and P.
+      size: bytes of its buffer, the same on every rank.
+
+    Raises:
+      ValueError, NotImplementedError, MemoryError, RuntimeError: by the status of the library.
+    """
+
+    def __init__(self, device: int, rank: int, ranks: int, size: int):
+        self.device, self.rank, self.ranks, self.size = device, rank, ranks, size
+        self._library = library = _library.load_cuda()
+        self.pointer = ctypes.c_void_p()
+        args = _structs.ARGS["exchange_create"](device=device, rank=rank, ranks=ranks)
+        args.size = ctypes.sizeof(args)
+        args.buffer_bytes[0] = size
+        check(_call(library.ab_cuda_exchange_create, ctypes.byref(args), ctypes.byref(self.pointer)))
+
+    def handle(self) -> bytes:
+        """What the other ranks need for `connect`."""
+        text = ctypes.create_string_buffer(HANDLE_BYTES)
+        check(_call(self._library.ab_cuda_exchange_export, self.pointer, text))
+        return text.raw
+
+    def connect(self, handles: Sequence[bytes]) -> None:
+        """Opens the memory of all peers, whose handles are in the order of the ranks."""
+        joined = b"".join(handles)
+        check(_call(self._library.ab_cuda_exchange_connect, self.pointer, joined, ctypes.c_size_t(len(joined))))
+
+    def address(self) -> int:
+        """The address of the buffer on this rank."""
+        data, size = ctypes.c_void_p(), ctypes.c_int64()
+        results = ctypes.byref(data), ctypes.byref(size)
+        check(_call(self._library.ab_cuda_exchange_buffer, self.pointer, ctypes.c_int32(0), *results))
+        return data.value or 0
+
+    def run(self, name: str, stream: int, part: int = WHOLE, **arrays: tuple[int, int, Sequence[int]] | None) -> None:
+        """Enqueues ab_cuda_exchange_NAME on buffer 0.
+
+        Args:
+          name: all_gather, all_to_all or release.
+          stream: address of the stream.
+          part: WHOLE, START or FINISH; not for release.
+          arrays: (address, ab_dtype, shape) by field; None: not given.
+        """
+        args = _structs.ARGS[f"exchange_{name}"](exchange=self.pointer)
+        if part != WHOLE:
+            args.part = part
+        args.size = ctypes.sizeof(args)
+        for field, array in arrays.items():
+            if array is not None:
+                address, dtype, shape = array
+                view = _structs.Tensor(data=address, dtype=dtype, rank=len(shape))
+                view.shape[: len(shape)] = shape
+                setattr(args, field, ctypes.pointer(view))
+        execution = _structs.Exec(size=ctypes.sizeof(_structs.Exec), stream=stream)
+        function = getattr(self._library, f"ab_cuda_exchange_{name}")
+        check(_call(function, ctypes.byref(args), ctypes.byref(execution)))
+
+    def check(self) -> None:
+        """Raises RuntimeError if the exchange is broken; does not wait for the device."""
+        check(_call(self._library.ab_cuda_exchange_check, self.pointer))
+
+    def close(self) -> None:
+        """Waits for the device and destroys the exchange; every rank must do so."""
+        pointer, self.pointer = self.pointer, ctypes.c_void_p()
+        check(_call(self._library.ab_cuda_exchange_destroy, pointer))
+
+    def describe(self) -> str:
+        """Its rank, device, sizes and peers, one "key=value" per line."""
+        text = ctypes.create_string_buffer(8192)
+        self._library.ab_cuda_exchange_describe(self.pointer, text, ctypes.c_size_t(len(text)))
+        return text.value.decode()
+
+
+def _call(function: "ctypes._NamedFuncPointer", *arguments: object) -> _library.Status:
+    function.restype = _library.Status
+    status: _library.Status = function(*arguments)
+    return status

@@ -1,0 +1,168 @@
+"""The transport "p2p": the ring's exchanges over the memory of peers (include/anabranch/exchange.h), without NCCL.
+
+The experts read arrived tokens where the peers have written them, and `collect` reads the returned sums there. So a
+pass must end with `collect`, which releases this memory; every result that is computed from arrived tokens comes before.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from anabranch.torch.binding import private
+from anabranch.torch.binding.define import _ops
+from anabranch.torch.binding.derivatives import reject_derivative
+from anabranch.torch.ops import torch_ops
+from anabranch.peer_exchange import FINISH, START
+from anabranch.torch.parallel.exchange import Ranks, Returning, Ring, Route, Sending
+from anabranch.torch.parallel.peers import exchanges_of, unavailable_reason
+
+#: The uses of exchanges. A backward pass sends twice before it collects.
+_SENDS, _RETURN, _SMALL = ("send 0", "send 1"), "return", "small"
+
+
+def _of(group: str) -> Any:
+    return exchanges_of(private.resolve_group(group))
+
+
+def _gather(x: Tensor, ranks: int, group: str) -> Tensor:
+    return _of(group).gather(_SMALL, _matrix(x)).view(ranks * x.shape[0], *x.shape[1:])
+
+
+def _start(x: Tensor, number: int, ranks: int, group: str) -> Tensor:
+    exchanges = _of(group)
+    exchanges.release(_SENDS[number])  # an exception may have ended the last pass before `collect`
+    return exchanges.gather(_SENDS[number], x, in_place=True, part=START)
+
+
+def _finish(x: Tensor, arriving: Tensor, number: int, group: str) -> Tensor:
+    return _of(group).gather(_SENDS[number], x, in_place=True, part=FINISH)
+
+
+def _return(sums: Tensor, group: str) -> Tensor:
+    exchanges = _of(group)
+    exchanges.release(_RETURN)
+    return exchanges.exchange(_RETURN, sums, in_place=True, part=START)
+
+
+def _exchange(x: Tensor, group: str) -> Tensor:
+    return _of(group).exchange(_SMALL, _matrix(x)).view(x.shape)
+
+
+def _collect(
+    sums: Tensor, returning: Tensor, rows: Tensor, weights: Tensor | None, addend: Tensor | None,
+    dtype: torch.dtype, group: str,
+) -> Tensor:  # fmt: skip
+    exchanges = _of(group)
+    for use in _SENDS:
+        exchanges.release(use)
+    arrived = exchanges.exchange(_RETURN, sums, in_place=True, part=FINISH)
+    out: Tensor = torch_ops.combine(arrived, rows, weights, addend, dtype)
+    exchanges.release(_RETURN)
+    return out
+
+
+def _matrix(x: Tensor) -> Tensor:
+    return x.contiguous().view(x.shape[0], -1)
+
+
+def _define(schema: str, kernel: Any, fake: Any) -> Any:
+    name = schema.split("(")[0]
+    _ops.define(schema)
+    operation = getattr(torch.ops.anabranch, name).default
+    _ops.impl(name, kernel, "CUDA")
+    torch.library.register_fake(f"anabranch::{name}", fake, lib=_ops)
+    _ops.impl(name, reject_derivative(operation, kernel), "Autograd", with_keyset=True)
+    return operation
+
+
+_gather_op = _define(
+    "p2p_gather(Tensor x, SymInt ranks, str group) -> Tensor",
+    _gather,
+    lambda x, ranks, group: x.new_empty((ranks * x.shape[0], *x.shape[1:])),
+)
+#: Starts to send tokens, and waits for those of all ranks. Both results are the memory that the peers write to.
+_start_op = _define(
+    "p2p_start(Tensor x, int number, SymInt ranks, str group) -> Tensor",
+    _start,
+    lambda x, number, ranks, group: x.new_empty((ranks * x.shape[0], *x.shape[1:])),
+)
+_finish_op = _define(
+    "p2p_finish(Tensor x, Tensor arriving, int number, str group) -> Tensor",
+    _finish,
+    lambda x, arriving, number, group: torch.empty_like(arriving),
+)
+_exchange_op = _define("p2p_exchange(Tensor x, str group) -> Tensor", _exchange, lambda x, group: torch.empty_like(x))
+#: Starts to return sums, and adds up those that arrive. In between, `sums` must not change.
+_return_op = _define("p2p_return(Tensor sums, str group) -> Tensor", _return, lambda sums, group: torch.empty_like(sums))
+_collect_op = _define(
+    "p2p_collect(Tensor sums, Tensor returning, Tensor rows, Tensor? weights, Tensor? addend, ScalarType dtype, "
+    "str group) -> Tensor",
+    _collect,
+    lambda sums, returning, rows, weights, addend, dtype, group: sums.new_empty(
+        (rows.shape[0], sums.shape[1]), dtype=dtype
+    ),
+)
+
+
+class PeerToPeer(Ring):
+    """The ring over peer memory, with bitwise the same results."""
+
+    overlaps = True
+
+    def __init__(self, ranks: Ranks):
+        super().__init__(ranks)
+        self._sends = 0
+
+    def _gather(self, tensor: Tensor) -> Tensor:
+        if tensor.shape[0] == 0:
+            return tensor
+        gathered: Tensor = _gather_op(tensor, self.ranks.ranks, self.ranks.group)
+        return gathered
+
+    def _exchange(self, regions: Tensor) -> Tensor:
+        if regions.numel() == 0:
+            return regions
+        exchanged: Tensor = _exchange_op(regions, self.ranks.group)
+        return exchanged
+
+    def start(self, tokens: Tensor) -> Sending:
+        """See Transport."""
+        if tokens.numel() == 0:
+            return super().start(tokens)
+        number, tokens = self._sends, tokens.contiguous()
+        self._sends += 1
+        return Sending(tokens, _start_op(tokens, number, self.ranks.ranks, self.ranks.group), number)
+
+    def arrived(self, route: Route, sending: Sending) -> Tensor:
+        """See Transport; [P T, D], in memory that `collect` releases."""
+        if sending.arriving is None:
+            return super().arrived(route, sending)
+        tokens: Tensor = _finish_op(sending.tokens, sending.arriving, sending.number, self.ranks.group)
+        return tokens
+
+    def start_return(self, sums: Tensor) -> Returning:
+        """See Transport."""
+        if sums.numel() == 0:
+            return super().start_return(sums)
+        sums = sums.contiguous()
+        return Returning(sums, _return_op(sums, self.ranks.group))
+
+    def collect(
+        self, route: Route, returning: Returning, weights: Tensor | None, dtype: torch.dtype,
+        addend: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """See Transport."""
+        if returning.arriving is None:
+            return super().collect(route, returning, weights, dtype, addend)
+        out: Tensor = _collect_op(
+            returning.sums, returning.arriving, route.sent_row_of_slot, weights, addend, dtype, self.ranks.group
+        )
+        return out
+
+
+def reason_against(ranks: Ranks, device: str) -> str:
+    """Why the ranks of a group cannot use this transport; "" if they can. Collective in the first call for a group."""
+    if device != "cuda":
+        return f"got tensors on {device}, expected GPUs"
+    return unavailable_reason(ranks.group, _SMALL)

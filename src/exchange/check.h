@@ -1,0 +1,46 @@
+// Checks of the arguments of exchanges. They need no device.
+#pragma once
+
+#include <cstdint>
+
+#include "anabranch/exchange.h"
+#include "exchange/protocol.h"
+
+namespace anabranch::exchange {
+
+static_assert(kMaxRanks == AB_EXCHANGE_MAX_RANKS && kBuffers == AB_EXCHANGE_BUFFERS, "the header states the limits");
+
+// What the ranks of a group agree on, and the place of one of them.
+struct Shape {
+  int32_t rank = 0;
+  int32_t ranks = 1;
+  int64_t buffer_bytes[kBuffers] = {};
+};
+
+constexpr double kDefaultTimeout = 600;
+
+// Checks the rank, the sizes and the time limit. `variable` is the value of ANABRANCH_EXCHANGE_TIMEOUT, or nullptr.
+ab_status check_create(const ab_exchange_create_args* args, const char* variable, Shape* shape, uint64_t* limit);
+
+// A checked call: this rank sends `bytes` bytes to every rank, from x + d * stride to rank d.
+struct Call {
+  Operation operation = Operation::none;
+  int32_t buffer = 0;
+  bool lockstep = false;
+  int32_t part = AB_EXCHANGE_WHOLE;
+  int64_t bytes = 0;
+  int64_t stride = 0;
+  const char* x = nullptr;
+  char* out = nullptr;  // of ranks * bytes bytes
+  bool stays_in_buffer = false;
+};
+
+constexpr bool is_buffer(int32_t buffer) { return buffer >= 0 && buffer < kBuffers; }
+ab_status check_buffer(int32_t buffer);
+ab_status check_all_gather(const ab_exchange_all_gather_args* args, const Shape& shape, Call* call);
+ab_status check_all_to_all(const ab_exchange_all_to_all_args* args, const Shape& shape, Call* call);
+
+// The status of an exchange with this failure; `limit` is that of its waits.
+ab_status status_of(const Report& report, uint64_t limit);
+
+}  // namespace anabranch::exchange

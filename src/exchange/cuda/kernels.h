@@ -1,0 +1,47 @@
+// The kernels of exchanges. Launch functions return before the kernel runs.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "anabranch/types.h"
+#include "exchange/protocol.h"
+
+namespace anabranch::cuda {
+
+// Loads all kernels on the current device. A kernel that is loaded by its first launch may wait for the device, which
+// may wait for a rank whose call has not been made yet.
+ab_status load_kernels();
+
+// Protocol::await_release() and begin().
+ab_status launch_begin(const exchange::Group& group, int buffer, exchange::Operation operation, int64_t bytes,
+                       cudaStream_t stream);
+
+// Protocol::await_arrival() for some phases and sources.
+struct Arrivals {
+  int buffer;
+  int first_phase = 0;
+  int phases = 1;
+  uint32_t sources = ~0u;  // a bit per rank
+};
+ab_status launch_await(const exchange::Group& group, const Arrivals& arrivals, cudaStream_t stream);
+
+// Copies the blocks of all ranks, which have arrived, to `out`, or fills it with bytes 0xff if the exchange is broken.
+// Then releases the buffer.
+struct Collection {
+  int buffer;
+  const char* arrived;  // [P][bytes]; the block of this rank is not read
+  const char* own;      // [bytes]
+  char* out;            // [P][bytes]
+  int64_t bytes;
+};
+ab_status launch_collect(const exchange::Group& group, const Collection& collection, cudaStream_t stream);
+
+// Fills memory with bytes 0xff if the exchange is broken.
+ab_status launch_fill_if_broken(const exchange::Group& group, char* data, int64_t bytes, cudaStream_t stream);
+
+// Protocol::release() for all ranks.
+ab_status launch_release(const exchange::Group& group, int buffer, cudaStream_t stream);
+
+}  // namespace anabranch::cuda

@@ -1,0 +1,46 @@
+// The steps of a call, which operations compose. Steps with a stream run on it; pushes run on the side stream of the
+// exchange, between fork() and join(), and use copy engines only. All of them only enqueue work, and can be captured.
+//
+//     begin_use    on the stream of the caller
+//     fork
+//       push, signal       for every peer in the order of push_order(), for every phase
+//     await_arrivals       by this step, or by a kernel that compares Flags::arrived with Flags::use itself
+//       ... kernels that read the buffer ...
+//     release_use          or collect, which copies the blocks out of the buffer and releases it
+//     join                 afterwards the caller may overwrite what was pushed
+//
+// A kernel that waits for arrivals itself may fill the device: nothing that its arrivals depend on needs an SM once
+// begin_use has run.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "exchange/cuda/exchange.h"
+#include "exchange/cuda/kernels.h"
+
+namespace anabranch::cuda {
+
+ab_status begin_use(const ab_exchange& exchange, int buffer, exchange::Operation operation, int64_t bytes,
+                    cudaStream_t stream);
+
+ab_status fork(const ab_exchange& exchange, cudaStream_t stream);
+ab_status join(const ab_exchange& exchange, cudaStream_t stream);
+
+// The two halves of join(), for a join at a later place of the stream.
+ab_status end_pushes(const ab_exchange& exchange);
+ab_status await_pushes(const ab_exchange& exchange, cudaStream_t stream);
+
+// The rank that this rank pushes to in step i, 1 <= i < P. In every step each rank is pushed to by one rank.
+int push_order(const ab_exchange& exchange, int step);
+
+// Copies bytes to a buffer of rank `to`, at an offset.
+ab_status push(const ab_exchange& exchange, int buffer, int to, int64_t offset, const void* from, int64_t bytes);
+
+// Tells rank `to` that all pushes of a phase of the current use are complete.
+ab_status signal(const ab_exchange& exchange, int buffer, int phase, int to);
+
+ab_status await_arrivals(const ab_exchange& exchange, const Arrivals& arrivals, cudaStream_t stream);
+
+ab_status release_use(const ab_exchange& exchange, int buffer, cudaStream_t stream);
+
+}  // namespace anabranch::cuda

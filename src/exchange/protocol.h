@@ -1,0 +1,160 @@
+// The protocol by which ranks write to each other's buffers: which flags exist, who writes them, and who waits for
+// what. The kernels and the tests on the CPU compile the same code, with different memory operations.
+//
+// A use of a buffer, on every rank:
+//
+//   begin     wait until every peer has released the previous use of its buffer; compute the word of this use
+//   push      copy the block of each peer to the peer's buffer, then the word of this use to the peer's `arrived`
+//   await     wait until `arrived` of every peer is the word of this use; then read the buffer
+//   check     after reading: if `failure` is set, discard what was read
+//   release   write the word of this use to `released` of every peer
+//
+// No data is read before it arrived: its reader has seen the flag that was written after the data. No data is
+// overwritten before it was read: a peer's next push follows its begin, which has seen `released`, which was written
+// after the last read. Number, operation and size of a use are parts of its word, so both hold for equal calls only.
+//
+// No deadlock: number the steps of all uses by (use, step). A wait is for an earlier step of another rank, so the rank
+// whose next step is the earliest is never blocked. This holds even if a device runs the steps of all streams one by
+// one, as long as all ranks make the calls on all exchanges in one order. begin, await and release take one warp;
+// pushes take none, so no kernel that fills the device can block them.
+//
+// A rank whose wait fails goes on, since its copies may be part of a graph, and pushes without permission. Before that
+// it has set `failure` of all ranks. A reader checks `failure` after it has read, so it notices in time.
+#pragma once
+
+#include "exchange/words.h"
+
+#if defined(__CUDACC__)
+#define AB_EXCHANGE_INLINE __device__ __forceinline__
+#else
+#define AB_EXCHANGE_INLINE inline
+#endif
+
+namespace anabranch::exchange {
+
+constexpr int kMaxRanks = 16;
+constexpr int kBuffers = 4;
+constexpr int kPhases = 16;  // parts of a use that arrive one by one
+// A phase that some uses push and others do not must be pushed at least once in 2^24 uses: numbers wrap around.
+
+// The flags of a rank, in its memory. p: a rank.
+struct Flags {
+  Word use[kBuffers];                  // the current use of each buffer; written by this rank
+  Word released[kBuffers][kMaxRanks];  // [b][p]: the last use of buffer b of p that p has released; written by p
+  Word arrived[kBuffers][kPhases][kMaxRanks];  // [b][i][p]: the last use whose phase i from p is complete; written by p
+  Word failure;                                // a packed Failure; written by any rank
+  Word reported;                               // 1: the failure is in the report; written by this rank
+  Word left[kMaxRanks];                        // [p]: 1 after p has made its last access; written by p
+  Word scratch[2];                             // for the first copy
+  uint32_t finished_blocks[kBuffers];          // blocks of the kernel that reads a buffer; 0 between kernels
+};
+
+// The first failure that a rank notices, in host memory. `seen` and `expected` are flags, or 0.
+struct Report {
+  Word failure;
+  Word seen;
+  Word expected;
+};
+
+struct Group {
+  Flags* flags[kMaxRanks];  // of all ranks, as this rank accesses them
+  Report* report;
+  uint64_t limit;  // nanoseconds that a wait may take
+  int32_t rank;
+  int32_t ranks;
+};
+
+// Memory has the static functions
+//   Word load(const Word*)       acquire, visible between devices
+//   void store(Word*, Word)      release, visible between devices
+//   bool claim(Word*)            changes 0 to 1 atomically; whether it did
+//   void fence()                 orders earlier reads before later ones
+//   uint64_t now(), void pause() nanoseconds; called between attempts of a wait
+template <class Memory>
+class Protocol {
+ public:
+  AB_EXCHANGE_INLINE explicit Protocol(const Group& group) : group_(group) {}
+
+  // Waits until `peer` has released the previous use of its buffer. For this rank itself, checks that it has done so.
+  // Returns whether it has.
+  AB_EXCHANGE_INLINE bool await_release(int buffer, int peer) const {
+    const Word previous = Memory::load(&own().use[buffer]);
+    const Word* const flag = &own().released[buffer][peer];
+    if (peer != group_.rank) return await(flag, previous, FailureKind::not_released, buffer, 0, peer);
+    if (Memory::load(flag) == previous) return true;
+    const Word failure = Memory::load(&own().failure);  // a broken exchange releases nothing
+    fail(failure != 0 ? failure : failure_of(FailureKind::unreleased, buffer, 0, peer, previous), 0, 0);
+    return false;
+  }
+
+  // Begins the next use, after await_release() for all ranks.
+  AB_EXCHANGE_INLINE void begin(int buffer, Operation operation, int64_t bytes) const {
+    const uint32_t number = next_number(number_of(Memory::load(&own().use[buffer])));
+    Memory::store(&own().use[buffer], make_use(number, operation, bytes));
+  }
+
+  // Waits until a phase of the current use has arrived from `peer`. Returns whether it has.
+  AB_EXCHANGE_INLINE bool await_arrival(int buffer, int phase, int peer) const {
+    if (peer == group_.rank) return true;
+    const Word use = Memory::load(&own().use[buffer]);
+    return await(&own().arrived[buffer][phase][peer], use, FailureKind::not_arrived, buffer, phase, peer);
+  }
+
+  // After reading a buffer: whether what was read is valid.
+  AB_EXCHANGE_INLINE bool read_valid_data() const {
+    Memory::fence();
+    return Memory::load(&own().failure) == 0;
+  }
+
+  // Tells `peer`, which may be this rank, that the current use has ended.
+  AB_EXCHANGE_INLINE void release(int buffer, int peer) const {
+    if (const Word failure = Memory::load(&own().failure); failure != 0) {
+      fail(failure, 0, 0);
+    } else {
+      Memory::store(&group_.flags[peer]->released[buffer][group_.rank], Memory::load(&own().use[buffer]));
+    }
+  }
+
+ private:
+  AB_EXCHANGE_INLINE Flags& own() const { return *group_.flags[group_.rank]; }
+
+  AB_EXCHANGE_INLINE Word failure_of(FailureKind kind, int buffer, int phase, int peer, Word use) const {
+    return pack({kind, static_cast<uint32_t>(peer), static_cast<uint32_t>(group_.rank), static_cast<uint32_t>(phase),
+                 static_cast<uint32_t>(buffer), number_of(use)});
+  }
+
+  AB_EXCHANGE_INLINE bool await(const Word* flag, Word expected, FailureKind kind, int buffer, int phase,
+                                int peer) const {
+    const uint64_t start = Memory::now();
+    for (;;) {
+      const Word seen = Memory::load(flag);
+      if (seen == expected) return true;
+      Word failure = Memory::load(&own().failure);
+      if (failure == 0 && number_of(seen) == number_of(expected)) {
+        failure = failure_of(FailureKind::other_call, buffer, phase, peer, expected);
+      }
+      if (failure == 0 && Memory::now() - start > group_.limit) {
+        failure = failure_of(kind, buffer, phase, peer, expected);
+      }
+      if (failure != 0) {
+        fail(failure, seen, expected);
+        return false;
+      }
+      Memory::pause();
+    }
+  }
+
+  // Every rank that notices a failure sets it everywhere, before it can push without permission.
+  AB_EXCHANGE_INLINE void fail(Word failure, Word seen, Word expected) const {
+    for (int r = 0; r < group_.ranks; ++r) Memory::store(&group_.flags[r]->failure, failure);
+    if (!Memory::claim(&own().reported)) return;
+    const bool noticed_here = unpack(failure).noticed_by == static_cast<uint32_t>(group_.rank);
+    Memory::store(&group_.report->seen, noticed_here ? seen : 0);
+    Memory::store(&group_.report->expected, noticed_here ? expected : 0);
+    Memory::store(&group_.report->failure, failure);
+  }
+
+  const Group& group_;
+};
+
+}  // namespace anabranch::exchange

@@ -214,10 +214,11 @@ void layer_forward(Value* stack, uint64_t, uint64_t) {
     B_OUT,
     QUANTIZED,
     FACTORS = QUANTIZED + 4,
-    ORDERS = FACTORS + 4,
+    COPIES = FACTORS + 4,
+    ORDERS,
     CONFIG
   };
-  std::vector<Tensor> t = take(stack, "TgttttttTtTttttttttt");
+  std::vector<Tensor> t = take(stack, "TgttttttTtTtttttttttt");
   check_rank("x", t[X], 2);
   check_rank("gate", t[GATE], 2);
   check_rank("w_out", t[W_OUT], 3);
@@ -266,7 +267,8 @@ void layer_backward(Value* stack, uint64_t, uint64_t) {
     LORA_U,
     QUANTIZED,
     FACTORS = QUANTIZED + 4,
-    ORDERS = FACTORS + 4,
+    COPIES = FACTORS + 4,
+    ORDERS,
     W_IN_DTYPE,
     W_OUT_DTYPE,
     REQUESTED,
@@ -274,7 +276,7 @@ void layer_backward(Value* stack, uint64_t, uint64_t) {
     NEEDS_GATE,
     CONFIG,
   };
-  std::vector<Tensor> t = take(stack, "TtttgTTTtttTttTtTttttttttt");
+  std::vector<Tensor> t = take(stack, "TtttgTTTtttTttTtTtttttttttt");
   check_rank("tokens", t[TOKENS], 2);
   check_rank("gate", t[GATE], 2);
   check_rank("w_out", t[W_OUT], 3);

@@ -93,6 +93,32 @@ TEST_F(LoraCuda, FewRows) {
   }
 }
 
+// The backward pass reads the copies that the forward pass made, in every order of their axes.
+TEST_F(LoraCuda, CopiesOfFactors) {
+  unsigned seed = 0;
+  for (int layout = 0; layout < static_cast<int>(kLayouts.size()); ++layout) {
+    LoraCase l = small_case(layout % 2 == 0 ? AB_BFLOAT16 : AB_FLOAT16, true);
+    l.c.layout = layout;
+    l.dtype = AB_FLOAT32;
+    l.order = layout % 3;
+    l.shared = ++seed * 5 % 16;
+    const LoraNetwork without(l);
+    without.on_gpu();
+    for (l.copies = 1; l.copies <= 4; ++l.copies) {
+      SCOPED_TRACE(::testing::Message() << l);
+      const LoraNetwork with(l);
+      with.on_gpu();
+      with.expect_same_bits(without);
+      const LoraNetwork cpu(l);
+      cpu.on_cpu();
+      for (int i = 0; i < 4; ++i) EXPECT_TRUE(with.factors[i]->copy.is(cpu.factors[i]->copy)) << i;
+    }
+    l.copies = 1 + layout % 4;
+    check(l);
+    if (HasFatalFailure()) return;
+  }
+}
+
 // Shared factors have gradients, which are zero, without any expert.
 TEST_F(LoraCuda, SharedFactorsWithoutExperts) {
   LoraCase l = small_case(AB_BFLOAT16, true);
@@ -424,6 +450,22 @@ TEST_F(LoraFp8Cuda, EveryOptionMatchesTheCpu) {
 }
 
 // One projection or both; ranks below and above a k-block, and ranks that are no multiple of 8.
+TEST_F(LoraFp8Cuda, CopiesOfFactors) {
+  for (const int layout : {0, 2, 3}) {
+    LoraCase l = fp8_case(AB_BFLOAT16);
+    l.c.layout = layout;
+    l.dtype = AB_FLOAT32;
+    const LoraNetwork without(l);
+    without.on_gpu();
+    for (l.copies = 1; l.copies <= 4; ++l.copies) {
+      SCOPED_TRACE(::testing::Message() << l);
+      const LoraNetwork with(l);
+      with.on_gpu();
+      with.expect_same_bits(without);
+    }
+  }
+}
+
 TEST_F(LoraFp8Cuda, AnyRank) {
   unsigned seed = 0;
   for (const auto& [r, q] : {std::pair<int64_t, int64_t>{64, 72}, {128, 0}, {0, 40}, {4, 70}, {13, 0}, {0, 5}}) {

@@ -263,7 +263,7 @@ def _backward(
         **down_gradients(options, ffn, intermediate, d_rows, wanted, w_out_dtype),
     }
     results = {
-        name: _reduced(placement, name, gradient).astype(getattr(whole, name).dtype)
+        name: _reduced(placement, name, gradient).astype(config.ffn.gradient_dtype(name, getattr(whole, name)))
         for name, gradient in parameters.items()
         if gradient is not None
     }

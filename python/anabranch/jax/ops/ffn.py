@@ -30,6 +30,8 @@ class FfnConfig(ExpertsConfig):
     activation: Activation = SILU
     skip_rest: bool = False
     """The fused rules may leave rows without an assignment undefined, because nothing reads them."""
+    float32_factors: tuple[str, ...] = ()
+    """Factors, by the names of operands, whose gradients are float32 even if the rules get rounded factors."""
 
     @classmethod
     def of(cls, experts: ExpertsConfig, **own: Any) -> Self:
@@ -44,6 +46,10 @@ class FfnConfig(ExpertsConfig):
         """(E, D, P, F) of w_in."""
         sizes = self.layouts.sizes("w_in", w_in.shape)
         return sizes["e"], sizes["d"], sizes["p"], sizes["f"]
+
+    def gradient_dtype(self, name: str, operand: jax.Array) -> Any:
+        """The dtype of the gradient of an operand."""
+        return jnp.float32 if name in self.float32_factors else operand.dtype
 
     def orders(self) -> dict[str, str]:
         """The axis orders of all arrays that are not in the default layout, for `ffi.call`."""
@@ -131,12 +137,13 @@ def _like(array: jax.Array | None, dtype: Any = None) -> jax.ShapeDtypeStruct | 
 
 
 def _gradients_like(
-    operands: FfnOperands, names: Collection[str], w_in_dtype: Any, w_out_dtype: Any
+    config: FfnConfig, operands: FfnOperands, names: Collection[str], w_in_dtype: Any, w_out_dtype: Any
 ) -> dict[str, jax.ShapeDtypeStruct | None]:
     """The gradients of parameters as results of a call, by their C names."""
     dtypes = {"w_in": w_in_dtype, "w_out": w_out_dtype}
     arrays = operands.by_name()
-    return {f"d_{name}": _like(arrays[name], dtypes.get(name)) for name in names}
+    given = {name: array for name in names if (array := arrays[name]) is not None}
+    return {f"d_{name}": _like(a, dtypes.get(name) or config.gradient_dtype(name, a)) for name, a in given.items()}
 
 
 def _wanted(operands: FfnOperands, wanted: Collection[str]) -> set[str]:
@@ -233,7 +240,7 @@ def ffn_backward(
         "dh": _like(h) if needs_dh else None,
         "dx_rows": jax.ShapeDtypeStruct((h.shape[0], x.shape[1]), x.dtype) if "x" in wanted else None,
         "d_weights": _like(weights, jnp.float32) if "weights" in wanted else None,
-        **_gradients_like(operands, [n for n in (*UP, *DOWN) if n in wanted], x.dtype, x.dtype),
+        **_gradients_like(config, operands, [n for n in (*UP, *DOWN) if n in wanted], x.dtype, x.dtype),
     }
     if not any(result is not None for result in called.values()):
         return {}
@@ -485,7 +492,7 @@ def ffn_backward_by_slot(
             "d_weights": _like(operands.weights, jnp.float32),
             "lora_v_in": jax.ShapeDtypeStruct((R, r), dtype) if needs_v_in else None,
             "lora_v_out": jax.ShapeDtypeStruct((R, q), dtype) if needs_v_out else None,
-            **_gradients_like(operands, here, dtype, w_out_dtype),
+            **_gradients_like(config, operands, here, dtype, w_out_dtype),
         },
         workspaces.ffn_backward(
             R, (E, D, P, F), dtype, d_out.dtype, d_weights=True, d_w_out=bool({"w_out", "b_out"} & set(here))
@@ -526,7 +533,7 @@ def down_gradients(
         operands,
         d_out,
         {"weighted_a": intermediate.weighted_a, "lora_v_out": intermediate.v_out},
-        _gradients_like(operands, names, None, w_out_dtype),
+        _gradients_like(config, operands, names, None, w_out_dtype),
         workspaces.ffn_backward(R, config.sizes(operands.w_in), operands.x.dtype, d_out.dtype, d_w_out=True),
     )
     return _parameters(results)
@@ -590,7 +597,7 @@ def up_gradients(
             "lora_u": u if "lora_b_in" in names else None,
             "lora_v_in": intermediate.v_in if "lora_a_in" in names else None,
         },
-        _gradients_like(operands, names, w_in_dtype, None),
+        _gradients_like(config, operands, names, w_in_dtype, None),
         workspaces.ffn_backward(
             dh.shape[0], config.sizes(operands.w_in), operands.x.dtype, operands.x.dtype, d_w_in=True
         ),

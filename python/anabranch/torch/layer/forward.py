@@ -75,6 +75,7 @@ class _Saved(NamedTuple):
     maps: Tensor | None
     """The three maps in one tensor, from native operations."""
     lora_u: Tensor | None
+    lora_copies: Tensor | None
     lora_a_in: Tensor | None
     lora_b_in: Tensor | None
     lora_a_out: Tensor | None
@@ -88,12 +89,13 @@ class _Saved(NamedTuple):
 def _saved(config: LayerConfig, o: Operands, result: LayerOutput) -> tuple[Tensor | None, ...]:
     """The fields of a _Saved, and the operands for FP8, if they are given."""
     selection = o if config.router is None else result
+    has_adapters = o.lora_a_in is not None or o.lora_a_out is not None
     return (
         *(o.x, o.w_in, o.w_out, o.b_in, o.b_out, o.gate, o.gate_bias, o.token_mask),
         *(selection.weights, selection.experts, result.lse),
         *(result.h, result.logits if o.logits is None else o.logits),
         *(result.row_of_slot, result.slot_of_row, result.group_sizes, result.maps),
-        *(None if o.lora_a_in is None else result.lora_u, *o.factors()),
+        *(None if o.lora_a_in is None else result.lora_u, result.lora_copies if has_adapters else None, *o.factors()),
         *(() if o.quantized_w_in is None else backward_operands(o.quantized())),
     )
 
@@ -232,9 +234,9 @@ def _backward(
     """Gradients by operand name. needs: whether an operand needs its gradient; False for a missing one."""
     (
         x, w_in, w_out, b_in, b_out, gate, gate_bias, token_mask, weights, experts, lse,
-        h, logits, *maps, packed_maps, lora_u, lora_a_in, lora_b_in, lora_a_out, lora_b_out,
+        h, logits, *maps, packed_maps, lora_u, lora_copies, lora_a_in, lora_b_in, lora_a_out, lora_b_out,
     ), quantized = _split(saved)  # fmt: skip
-    factors = factor_arguments((lora_a_in, lora_b_in, lora_a_out, lora_b_out))
+    factors = factor_arguments((lora_a_in, lora_b_in, lora_a_out, lora_b_out), lora_copies)
     if packed_maps is not None:
         maps = [*native_passes.unpacked_maps(config, packed_maps, experts, h)]
     row_of_slot, slot_of_row, group_sizes = maps

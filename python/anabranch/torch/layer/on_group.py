@@ -58,6 +58,8 @@ class GroupOutput(NamedTuple):
     """Saved for backward, as are the following."""
     lora_u: Tensor
     """[R, r], of the adapter of w_in; no elements without it."""
+    lora_copies: Tensor
+    """[n], the copies of factors of another dtype than x, see `factors`; no elements without them."""
     logits: Tensor
     row_of_slot: Tensor
     slot_of_row: Tensor
@@ -118,7 +120,7 @@ def _forward(config: GroupConfig, operands: Operands) -> GroupOutput:
     else:
         quantized = _sent(config, chosen, route, x)
         arrived = x if operands.lora_a_in is None else dequantize(quantized, x.dtype), *quantized
-    sums, h, u = torch_ops.experts(
+    sums, h, u, copies = torch_ops.experts(
         *arrived,
         there,
         route.row_of_slot,
@@ -138,7 +140,7 @@ def _forward(config: GroupConfig, operands: Operands) -> GroupOutput:
     elif operands.gate is None:
         logits = no_floats  # an autograd function must not return an argument
     return GroupOutput(
-        output, counts, invalid + dropped, weights, experts, score_sum, lse, histogram, h, u, logits, *route
+        output, counts, invalid + dropped, weights, experts, score_sum, lse, histogram, h, u, copies, logits, *route
     )  # fmt: skip
 
 
@@ -165,7 +167,7 @@ class _GroupLayer(Function):
             *(operands.gate, operands.gate_bias, operands.token_mask, selection.weights, selection.experts),
             *(result.h, result.logits if operands.logits is None else operands.logits, result.lse),
             *backward_operands(operands.quantized()),
-            *(None if operands.lora_a_in is None else result.lora_u, *operands.factors()),
+            *(None if operands.lora_a_in is None else result.lora_u, result.lora_copies, *operands.factors()),
             *(getattr(result, name) for name in Route._fields),
         )
 
@@ -181,7 +183,8 @@ def _backward(ctx, d):
     """Gradients by operand name. Every rank takes part in all collectives, even if it needs no gradient."""
     (
         x, w_in, w_out, b_in, b_out, gate, gate_bias, token_mask, weights, experts, h, logits, lse,
-        w_in_q, w_in_scales, w_out_q, w_out_scales, lora_u, lora_a_in, lora_b_in, lora_a_out, lora_b_out, *route,
+        w_in_q, w_in_scales, w_out_q, w_out_scales, lora_u, lora_copies, lora_a_in, lora_b_in, lora_a_out, lora_b_out,
+        *route,
     ) = ctx.saved_tensors  # fmt: skip
     config, route, dtype = ctx.config, Route(*route), x.dtype
     layer, chosen = config.layer, transport(config.transport, config.ranks)
@@ -199,7 +202,7 @@ def _backward(ctx, d):
     there = chosen.send_weights(route, weights) / P
     up, down = (cast_weight(layer.network, w, dtype) for w in (w_in, w_out))
     quantized = w_in_q, w_in_scales, w_out_q, w_out_scales
-    factors = factor_arguments((lora_a_in, lora_b_in, lora_a_out, lora_b_out))
+    factors = factor_arguments((lora_a_in, lora_b_in, lora_a_out, lora_b_out), lora_copies)
     # Every rank sends the gradient of x, and of the weights, back to the tokens.
     requested = request({name: needs[name] for name in OPERANDS} | {"x": True, "weights": True})
     dh, d_w_out, d_b_out, d_there, *dh_quantized, v_in, d_a_out, d_b_factor_out = torch_ops.experts_hidden(

@@ -56,12 +56,18 @@ class _Options(NamedTuple):
     """The last arguments of the operations of the feed-forward network."""
 
     factors: Factors
+    copies: Any
+    """The argument `lora_copies`."""
     network: Network
 
     @property
-    def orders(self) -> Any:
+    def stored(self) -> Factors:
+        """The factors as C calls of the backward pass read them: from `copies`, if that is given."""
+        return self.factors.replaced(self.factors.copied(self.copies, self.network))
+
+    def orders(self, factors: Factors) -> dict[str, Any]:
         """The orders of axes for C calls."""
-        return self.factors.orders(_orders(self.network.w_in_layout, self.network.w_out_layout))
+        return factors.orders(_orders(self.network.w_in_layout, self.network.w_out_layout))
 
     def low_rank(self, like: Any, rows: Any, a_name: str) -> Any:
         """Empty rows of an adapter, such as u = s x A; None without the adapter."""
@@ -80,7 +86,8 @@ class _Options(NamedTuple):
 def _options(arguments):
     """`_Options` from the arguments of FACTORS and of a network."""
     number = len(NO_FACTORS)
-    return _Options(Factors(arguments[:number]), Network(*arguments[number:]))
+    *tensors, copies, orders = arguments[:number]
+    return _Options(Factors(tensors, orders), copies, Network(*arguments[number:]))
 
 
 def _result(tensor, like):
@@ -125,7 +132,7 @@ def _ffn(
             **operands_in,
             **operands_out,
         },
-        o.orders,
+        o.orders(o.factors),
         weight_early=o.network.weight_early,
         **o.network.attributes(),
     )
@@ -180,11 +187,11 @@ def _ffn_backward(
             "dx_rows": dx_rows if "x" in names else None,
             **gradient_fields(names, zip(OPERANDS[1:], others, strict=True)),
             "lora_u": lora_u,
-            **o.factors.tensors(),
+            **o.stored.tensors(),
             **operands_in,
             **operands_out,
         },
-        o.orders,
+        o.orders(o.stored),
         **o.network.attributes(),
     )
     return [*quantize_in, *quantize_out, network]
@@ -212,7 +219,8 @@ def allocate_experts(
     _, _, P, F = sizes_of_w_in(w_in, layout)
     read = x if x_q is None else x_q
     u = _result(o.low_rank(x, R, "lora_a_in"), x)
-    return x.new_empty(read.shape), x.new_empty(_hidden(layout, R, P, F)), u
+    copies = x.new_empty((o.factors.size_of_copies(x.dtype),))
+    return x.new_empty(read.shape), x.new_empty(_hidden(layout, R, P, F)), u, copies
 
 
 def experts_calls(
@@ -221,8 +229,10 @@ def experts_calls(
 ):  # fmt: skip
     """The C calls of `experts`."""
     given = _options(options)
-    factors, o = given
-    out, h, u = results
+    factors, o = given.factors, given.network
+    out, h, u, copies = results
+    copied = factors.copied(copies, o)
+    stored = factors.replaced(copied)
     R, F = slot_of_row.shape[0], sizes_of_w_in(w_in, o.w_in_layout)[3]
     operands_in, quantize_in = quantized_operand("w_in", w_in, w_in_q, w_in_scales, o, transposed=True)
     operands_out, quantize_out = quantized_operand("w_out", w_out, w_out_q, w_out_scales, o, transposed=True)
@@ -245,9 +255,10 @@ def experts_calls(
             "lora_u": u if "lora_a_in" in factors else None,
             "lora_z": z,
             **factors.tensors(),
+            **{f"{name}_copy": copy.tensor for name, copy in copied.items()},
             **operands_in,
         },
-        given.orders,
+        given.orders(factors) | {f"{name}_copy": copy.order for name, copy in copied.items()},
         weight_early=o.weight_early and weights is not None,
         skip_rest=1,
         **o.attributes(),
@@ -266,9 +277,9 @@ def experts_calls(
             "weights": weights,
             "out": out,
             "lora_u": z,
-            "lora_b": None if z is None else factors["lora_b_out"].tensor,
+            "lora_b": None if z is None else stored["lora_b_out"].tensor,
         },
-        None if z is None else {"lora_b": factors["lora_b_out"].order},
+        None if z is None else {"lora_b": stored["lora_b_out"].order},
         transpose_w=o.w_out_layout == "df" and not fp8,
         weight_early=o.weight_early and weights is not None,
         skip_rest=1,
@@ -278,13 +289,13 @@ def experts_calls(
     return *quantize_in, *quantize_out, up, down
 
 
-#: The experts on tokens [T, D] by the rows of a plan: the weighted sum per token, h and u. With FP8, tokens may be
-#: given quantised; then x only determines the dtype of the results and, with an adapter of w_in, contains the same
-#: tokens for it.
+#: The experts on tokens [T, D] by the rows of a plan: the weighted sum per token, h, u, and the copies of the factors
+#: for the backward pass (without elements if all factors have the dtype of x). With FP8, tokens may be given quantised;
+#: then x only determines the dtype of the results and, with an adapter of w_in, contains the same tokens for it.
 experts = define(
     "experts(Tensor x, Tensor? x_q, Tensor? x_scales, Tensor? weights, Tensor row_of_slot, Tensor slot_of_row, "
     f"Tensor group_sizes, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, {QUANTIZED}, {_OPTIONS}) -> "
-    "(Tensor output, Tensor h, Tensor lora_u)",
+    "(Tensor output, Tensor h, Tensor lora_u, Tensor lora_copies)",
     allocate_experts,
     experts_calls,
 )
@@ -320,7 +331,7 @@ def experts_hidden_calls(
 ):  # fmt: skip
     """The C calls of `experts_hidden`."""
     given, names = _options(options), requested_names(requested)
-    factors, o = given
+    factors, o = given.stored, given.network
     dh, d_w_out, d_b_out, d_weights, dh_q, dh_scales, v_in, d_a_out, d_b_factor = results
     quantizes = o.precision == FP8 and "x" in names
     operands_out, quantize_out = quantized_operand("w_out", w_out, w_out_q, w_out_scales, o, transposed=False)
@@ -350,7 +361,7 @@ def experts_hidden_calls(
             **factors.tensors(),
             **operands_out,
         },
-        given.orders,
+        given.orders(factors),
         skip_rest=1,
         **o.attributes(),
     )
@@ -392,7 +403,7 @@ def _d_x_calls(
     given, d_x, dh, dh_q, dh_scales, x, addend, row_of_slot, slot_of_row, group_sizes, w_in, lora_v_in, quantized
 ):
     """The C calls for d_x = dh W_in^T + v_in A_in^T, summed per token."""
-    factors, o = given
+    factors, o = given.stored, given.network
     E, D, P, F = sizes_of_w_in(w_in, o.w_in_layout)
     R, fp8, prepared = dh.shape[0], o.precision == FP8, []
     transposed = o.w_in_layout.startswith("d") or fp8
@@ -453,9 +464,9 @@ def experts_inputs_calls(
             **gradient_fields(names, zip(operands, of_weights, strict=True)),
             "lora_u": lora_u if "lora_b_in" in names else None,
             "lora_v_in": lora_v_in if "lora_a_in" in names else None,
-            **given.factors.tensors(),
+            **given.stored.tensors(),
         },
-        given.orders,
+        given.orders(given.stored),
         **given.network.attributes(),
     )
     return [*prepared, weight_gradients]

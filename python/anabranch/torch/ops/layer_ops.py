@@ -132,8 +132,10 @@ def allocate_layer(
         raise ValueError(f"align_size: got {o.align_size}, which requires {R} rows, expected fewer than 2^31")
     rows = (integers(T, K), integers(R), integers(o.num_experts))
     quantized = (w_in_q, w_in_scales, w_out_q, w_out_scales)
-    output, h, u = allocate_experts(x, None, None, weights, *rows, w_in, b_in, w_out, b_out, *quantized, *o.of_experts)
-    return output, integers(o.num_experts), integers(), *routing, h, u, *rows
+    output, h, u, copies = allocate_experts(
+        x, None, None, weights, *rows, w_in, b_in, w_out, b_out, *quantized, *o.of_experts
+    )
+    return output, integers(o.num_experts), integers(), *routing, h, u, copies, *rows
 
 
 def layer_calls(
@@ -142,7 +144,7 @@ def layer_calls(
 ):  # fmt: skip
     """The C calls of `layer`."""
     o, calls = _parts(options), []
-    output, tokens_per_expert, dropped, *routing, h, u, row_of_slot, slot_of_row, group_sizes = results
+    output, tokens_per_expert, dropped, *routing, h, u, copies, row_of_slot, slot_of_row, group_sizes = results
     if logits is not None:
         weights, experts, score_sum, lse, histogram = routing
         routing_call = route_calls(
@@ -155,7 +157,7 @@ def layer_calls(
         experts, o.num_experts, slot_of_row.shape[0], o.align_size, 1,
     )  # fmt: skip
     network_calls = experts_calls(
-        (output, h, u), x, None, None, weights, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
+        (output, h, u, copies), x, None, None, weights, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
         w_in_q, w_in_scales, w_out_q, w_out_scales, *o.of_experts,
     )  # fmt: skip
     return [*calls, plan_call, *network_calls]
@@ -171,7 +173,7 @@ LAYER = (
 layer = define(
     f"layer{LAYER} -> (Tensor output, Tensor tokens_per_expert, Tensor dropped, Tensor weights, "
     "Tensor experts, Tensor score_sum, Tensor lse, Tensor qb_histogram, Tensor h, Tensor lora_u, "
-    "Tensor row_of_slot, Tensor slot_of_row, Tensor group_sizes)",
+    "Tensor lora_copies, Tensor row_of_slot, Tensor slot_of_row, Tensor group_sizes)",
     allocate_layer,
     layer_calls,
 )

@@ -144,6 +144,47 @@ TEST_F(LoraCuda, LargeSizesMatchTheCpu) {
   }
 }
 
+// v_in and dB_in read the same rows, as do z and dA_out. Hopper computes each pair in one kernel if both are requested;
+// the gradients then have the bits that they have alone.
+TEST_F(LoraCuda, LargeGroupsWithPairsOfGemms) {
+  unsigned seed = 0;
+  for (const auto& [r, q] : {std::pair<int64_t, int64_t>{8, 64}, {16, 40}, {64, 8}}) {
+    for (int layout = 0; layout < static_cast<int>(kLayouts.size()); ++layout) {
+      FfnCase c{{600, 0, 64, 301, 1, 130}, 1150, 264, layout % 2 == 0 ? 200 : 328, 2, 380, 3};
+      c.dtype = ++seed % 2 == 0 ? AB_BFLOAT16 : AB_FLOAT16;
+      c.layout = layout;
+      c.accumulate = seed % 5 == 0;
+      const LoraCase l{.c = c, .r = r, .q = q, .dtype = seed % 3 == 0 || c.accumulate ? AB_FLOAT32 : 0};
+      check(l, seed);
+      if (HasFatalFailure()) return;
+      SCOPED_TRACE(::testing::Message() << l);
+      const LoraNetwork paired(l, seed);
+      paired.on_gpu();
+      const LoraNetwork alone(l, seed);
+      Network::forward_on_gpu(alone.forward_args());
+      ab_expert_ffn_backward_args args = alone.backward_args();
+      args.dx_rows = args.lora_v_in = args.d_lora_a_in = args.d_lora_b_out = nullptr;
+      Network::backward_on_gpu(args);
+      EXPECT_TRUE(alone.factors[1]->gradient.is(paired.factors[1]->gradient)) << "d_lora_b_in";
+      EXPECT_TRUE(alone.factors[2]->gradient.is(paired.factors[2]->gradient)) << "d_lora_a_out";
+    }
+  }
+}
+
+// A NaN of one expert's factor stays in the rows of its group.
+TEST_F(LoraCuda, LargeGroupsKeepNanApart) {
+  FfnCase c{{300, 70, 0, 129}, 520, 264, 328, 2, 250, 2, AB_BFLOAT16};
+  LoraNetwork net({.c = c, .r = 16, .q = 16});
+  for (const int factor : {1, 2}) {
+    net.factors[factor]->values.set(0, std::numeric_limits<float>::quiet_NaN());  // of expert 0
+  }
+  net.on_gpu();
+  for (int64_t row = 0; row < c.R; ++row) {
+    if (row < 300 && net.net.slot_of(row) >= 0) continue;
+    for (int64_t i = 0; i < net.l.r; ++i) ASSERT_FALSE(std::isnan(net.v_in.get(row * net.l.r + i))) << row;
+  }
+}
+
 TEST_F(LoraCuda, EmptySizes) {
   for (const auto& [R, D, F] : {std::tuple<int64_t, int64_t, int64_t>{0, 8, 8}, {50, 0, 8}, {50, 8, 0}}) {
     for (const unsigned shared : {0u, 15u}) {

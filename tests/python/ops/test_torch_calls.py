@@ -185,12 +185,12 @@ def samples():
         forward = (x, None, None, weights, row_of_slot, slot_of_row, *experts_of, *options)
         yield torch_ops.experts, forward
         _, h, u, _ = torch_ops.experts(*forward)
-        hidden = (x, None, None, h, x, weights, slot_of_row, *experts_of, torch.float32, requested, *options)
+        hidden = (x, None, None, h, x, weights, slot_of_row, *experts_of, u, torch.float32, requested, *options)
         yield torch_ops.experts_hidden, hidden
         dh, _, _, _, dh_q, dh_scales, v_in, *_ = torch_ops.experts_hidden(*hidden)
         if not dh.numel():
             continue
-        inputs = (dh, dh_q, dh_scales, x, x, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, u, v_in)
+        inputs = (dh, dh_q, dh_scales, x, x, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, v_in)
         yield torch_ops.experts_inputs, (*inputs, *dtypes, requested, *options)
     yield from samples_with_copies(row_of_slot, slot_of_row, group_sizes, weights)
     yield from samples_with_fp8(row_of_slot, slot_of_row, group_sizes, weights)
@@ -208,10 +208,10 @@ def samples_with_copies(row_of_slot, slot_of_row, group_sizes, weights):
     _, h, u, copies = torch_ops.experts(*forward)
     requested = ALL & ~request(dict(b_in=True, b_out=True))
     options = (requested, *NO_QUANTIZED, *factor_arguments(lora, copies), *network)
-    hidden = (x, None, None, h, x, weights, slot_of_row, *experts_of, dtype, *options)
+    hidden = (x, None, None, h, x, weights, slot_of_row, *experts_of, u, dtype, *options)
     yield torch_ops.experts_hidden, hidden
     dh, _, _, _, dh_q, dh_scales, v_in, *_ = torch_ops.experts_hidden(*hidden)
-    inputs = (dh, dh_q, dh_scales, x, x, *maps, group_sizes, w_in, None, w_out, u, v_in, dtype, dtype)
+    inputs = (dh, dh_q, dh_scales, x, x, *maps, group_sizes, w_in, None, w_out, v_in, dtype, dtype)
     yield torch_ops.experts_inputs, (*inputs, *options)
 
 
@@ -242,11 +242,11 @@ def samples_with_fp8(row_of_slot, slot_of_row, group_sizes, weights):
         maps = row_of_slot, slot_of_row
         yield torch_ops.experts, (given, q, scales, weights, *maps, *experts_of, *forward, *options)
         _, h, u, _ = torch_ops.experts(x, None, None, weights, *maps, *experts_of, *forward, *options)
-        arguments = (h, x, weights, slot_of_row, *experts_of, torch.float32, is_requested, *back, *options)
+        arguments = (h, x, weights, slot_of_row, *experts_of, u, torch.float32, is_requested, *back, *options)
         yield torch_ops.experts_hidden, (x, None, None, *arguments)
         yield torch_ops.experts_hidden, (x, q, scales, *arguments)
         dh, _, _, _, dh_q, dh_scales, v_in, *_ = torch_ops.experts_hidden(x, None, None, *arguments)
-        inputs = (dh, dh_q, dh_scales, x, x, *maps, group_sizes, w_in, None, w_out, u, v_in, torch.float32)
+        inputs = (dh, dh_q, dh_scales, x, x, *maps, group_sizes, w_in, None, w_out, v_in, torch.float32)
         yield torch_ops.experts_inputs, (*inputs, torch.float32, is_requested, *back, *options)
         yield torch_ops.experts_inputs, (*inputs, torch.bfloat16, is_requested, *NO_QUANTIZED, *options)
 
@@ -270,7 +270,7 @@ def samples_of_the_layer(x, logits, bias, mask, bounds, experts, weights, w_in, 
             requested = request(dict(x=True, w_out=of_losses[0] is None))
             yield (
                 torch_ops.layer_hidden,
-                (*backward, logits, chosen, mask, lse, *of_losses, torch.float32, requested, *none, *options),
+                (*backward, None, logits, chosen, mask, lse, *of_losses, torch.float32, requested, *none, *options),
             )
 
 

@@ -248,7 +248,7 @@ def _backward(
     if d_output is None:
         d_output = torch.zeros_like(x)
     up, down = (cast_weight(config.network, w, dtype) for w in (w_in, w_out))
-    experts_operands = (h, x, weights, slot_of_row, group_sizes, up, b_in, down, b_out)
+    experts_operands = (h, x, weights, slot_of_row, group_sizes, up, b_in, down, b_out, lora_u)
     d_sums = requested_cotangents(config, d_score_sum, d_lse)
     experts_need = {name: needs[name] for name in OPERANDS} | {
         "x": needs["x"] or needs["port"],
@@ -257,15 +257,17 @@ def _backward(
     requested = request(experts_need)
     # A cotangent of the weights is added to the experts' gradient first, so the backward pass of routing is separate.
     if fused := needs_logits and d_weights is None:
-        dh, d_w_out, d_b_out, d_w, *dh_quantized, v_in, d_a_out, d_b_factor_out, d_logits = torch_ops.layer_hidden(
+        *hidden, d_logits = torch_ops.layer_hidden(
             d_output, *experts_operands, logits, experts, token_mask, lse, *d_sums, w_out.dtype, requested,
             *quantized, *factors, *config.options,
         )  # fmt: skip
     else:
-        dh, d_w_out, d_b_out, d_w, *dh_quantized, v_in, d_a_out, d_b_factor_out = torch_ops.experts_hidden(
+        hidden = torch_ops.experts_hidden(
             d_output, None, None, *experts_operands, w_out.dtype, requested, *quantized, *factors, *config.network
         )
-    gradients = {"w_out": d_w_out, "b_out": d_b_out, "lora_a_out": d_a_out, "lora_b_out": d_b_factor_out}
+    dh, d_w_out, d_b_out, d_w, *dh_quantized, v_in, d_b_factor_in, d_a_out, d_b_factor_out = hidden
+    gradients = {"w_out": d_w_out, "b_out": d_b_out}
+    gradients |= {"lora_b_in": d_b_factor_in, "lora_a_out": d_a_out, "lora_b_out": d_b_factor_out}
     addend = None
     if config.router is None:
         gradients["weights"] = d_w
@@ -284,11 +286,11 @@ def _backward(
         if gate_bias is not None and needs["gate_bias"]:
             gradients["gate_bias"] = _as(d_logits.sum(0), gate_bias.dtype)
     if any(experts_need[name] for name in FROM_DH):
-        d_x, d_w_in, d_b_in, d_a_in, d_b_factor_in = torch_ops.experts_inputs(
-            dh, *dh_quantized, x, addend, row_of_slot, slot_of_row, group_sizes, up, b_in, down, lora_u, v_in,
+        d_x, d_w_in, d_b_in, d_a_in = torch_ops.experts_inputs(
+            dh, *dh_quantized, x, addend, row_of_slot, slot_of_row, group_sizes, up, b_in, down, v_in,
             w_in.dtype, dtype if needs["x"] else torch.float32, requested, *quantized, *factors, *config.network,
         )  # fmt: skip
-        gradients |= {"w_in": d_w_in, "b_in": d_b_in, "lora_a_in": d_a_in, "lora_b_in": d_b_factor_in}
+        gradients |= {"w_in": d_w_in, "b_in": d_b_in, "lora_a_in": d_a_in}
         gradients["x" if needs["x"] else "port"] = d_x
     return {name: gradient if needs[name] else None for name, gradient in gradients.items()}
 

@@ -205,10 +205,11 @@ def _backward(ctx, d):
     factors = factor_arguments((lora_a_in, lora_b_in, lora_a_out, lora_b_out), lora_copies)
     # Every rank sends the gradient of x, and of the weights, back to the tokens.
     requested = request({name: needs[name] for name in OPERANDS} | {"x": True, "weights": True})
-    dh, d_w_out, d_b_out, d_there, *dh_quantized, v_in, d_a_out, d_b_factor_out = torch_ops.experts_hidden(
-        d_rows, *d_rows_sent, h, arrived, there, route.slot_of_row, route.group_sizes, up, b_in, down, b_out,
+    hidden = torch_ops.experts_hidden(
+        d_rows, *d_rows_sent, h, arrived, there, route.slot_of_row, route.group_sizes, up, b_in, down, b_out, lora_u,
         w_out.dtype, requested, *quantized, *factors, *options,
     )  # fmt: skip
+    dh, d_w_out, d_b_out, d_there, *dh_quantized, v_in, d_b_factor_in, d_a_out, d_b_factor_out = hidden
     d_w = chosen.collect_weights(route, d_there)
     gradients, addend = {}, None
     if layer.router is None:
@@ -228,9 +229,9 @@ def _backward(ctx, d):
             gradients["gate"] = through.gate.to(gate.dtype)
         if needs["gate_bias"]:
             gradients["gate_bias"] = d_logits.sum(0).to(gate_bias.dtype)
-    d_arrived, d_w_in, d_b_in, d_a_in, d_b_factor_in = torch_ops.experts_inputs(
+    d_arrived, d_w_in, d_b_in, d_a_in = torch_ops.experts_inputs(
         dh, *dh_quantized, arrived, None, route.row_of_slot, route.slot_of_row, route.group_sizes, up, b_in, down,
-        lora_u, v_in, w_in.dtype, dtype, requested, *quantized, *factors, *options,
+        v_in, w_in.dtype, dtype, requested, *quantized, *factors, *options,
     )  # fmt: skip
     factor = weights.new_full((x.shape[0], chosen.returning), P)
     d_x_name, d_x_dtype = ("port", torch.float32) if needs["port"] else ("x", dtype)

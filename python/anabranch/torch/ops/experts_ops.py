@@ -306,7 +306,7 @@ def _needs_v_in(names, factors):
 
 
 def allocate_experts_hidden(
-    d_out, d_out_q, d_out_scales, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
+    d_out, d_out_q, d_out_scales, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, lora_u,
     w_out_dtype, requested, w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
     """Empty results of `experts_hidden`."""
@@ -321,23 +321,23 @@ def allocate_experts_hidden(
         empty_e4m3(x, R, P, F) if quantizes else x.new_empty((0,)),
         empty_scales(x, R, P, F // BLOCK) if quantizes else x.new_empty((0,)),
         _result(o.low_rank(x, R, "lora_a_in") if _needs_v_in(names, o.factors) else None, x),
-        *o.gradients(names, x, "lora_a_out", "lora_b_out"),
+        *o.gradients(names, x, "lora_b_in", "lora_a_out", "lora_b_out"),
     )
 
 
 def experts_hidden_calls(
-    results, d_out, d_out_q, d_out_scales, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
+    results, d_out, d_out_q, d_out_scales, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, lora_u,
     w_out_dtype, requested, w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
     """The C calls of `experts_hidden`."""
     given, names = _options(options), requested_names(requested)
     factors, o = given.stored, given.network
-    dh, d_w_out, d_b_out, d_weights, dh_q, dh_scales, v_in, d_a_out, d_b_factor = results
+    dh, d_w_out, d_b_out, d_weights, dh_q, dh_scales, v_in, *of_factors = results
     quantizes = o.precision == FP8 and "x" in names
     operands_out, quantize_out = quantized_operand("w_out", w_out, w_out_q, w_out_scales, o, transposed=False)
     of_operands = zip(
-        ("w_out", "b_out", "weights", "lora_a_out", "lora_b_out"),
-        (d_w_out, d_b_out, d_weights, d_a_out, d_b_factor),
+        ("w_out", "b_out", "weights", "lora_b_in", "lora_a_out", "lora_b_out"),
+        (d_w_out, d_b_out, d_weights, *of_factors),
         strict=True,
     )
     hidden = calls.expert_ffn_backward(
@@ -357,6 +357,7 @@ def experts_hidden_calls(
             **gradient_fields(names, of_operands),
             "dh_q": dh_q if quantizes else None,
             "dh_scales": dh_scales if quantizes else None,
+            "lora_u": lora_u if "lora_b_in" in names else None,
             "lora_v_in": v_in if _needs_v_in(names, factors) else None,
             **factors.tensors(),
             **operands_out,
@@ -372,21 +373,22 @@ def experts_hidden_calls(
 EXPERTS_HIDDEN = (
     "(Tensor d_out, Tensor? d_out_q, Tensor? d_out_scales, Tensor h, Tensor x, Tensor weights, "
     "Tensor slot_of_row, Tensor group_sizes, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, "
-    f"ScalarType w_out_dtype, int requested, {QUANTIZED}, {_OPTIONS})"
+    f"Tensor? lora_u, ScalarType w_out_dtype, int requested, {QUANTIZED}, {_OPTIONS})"
 )
-#: The first half of the backward pass of `experts`: dh, and the gradients of w_out, b_out, weights and the factors of
-#: w_out; [0] for what the requested gradients do not need. For the gradient of x also dh quantised with FP8, and v_in
-#: with an adapter of w_in. d_out may be given quantised in addition.
+#: The first half of the backward pass of `experts`: dh, and the gradients of w_out, b_out, weights, the factors of
+#: w_out, and lora_b_in, whose GEMM reads the same rows as that of v_in; [0] for what the requested gradients do not
+#: need. For the gradient of x also dh quantised with FP8, and v_in with an adapter of w_in. d_out may be given quantised
+#: in addition.
 experts_hidden = define(
     f"experts_hidden{EXPERTS_HIDDEN} -> (Tensor dh, Tensor d_w_out, Tensor d_b_out, Tensor d_weights, Tensor dh_q, "
-    "Tensor dh_scales, Tensor lora_v_in, Tensor d_lora_a_out, Tensor d_lora_b_out)",
+    "Tensor dh_scales, Tensor lora_v_in, Tensor d_lora_b_in, Tensor d_lora_a_out, Tensor d_lora_b_out)",
     allocate_experts_hidden,
     experts_hidden_calls,
 )
 
 
 def allocate_experts_inputs(
-    dh, dh_q, dh_scales, x, addend, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, lora_u, lora_v_in,
+    dh, dh_q, dh_scales, x, addend, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, lora_v_in,
     w_in_dtype, d_x_dtype, requested, w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
     """Empty results of `experts_inputs`."""
@@ -395,7 +397,7 @@ def allocate_experts_inputs(
         allocate(x, "x" in names, x.shape, d_x_dtype),
         allocate(w_in, "w_in" in names, w_in.shape, w_in_dtype),
         allocate(x, "b_in" in names, () if b_in is None else b_in.shape),
-        *_options(options).gradients(names, x, "lora_a_in", "lora_b_in"),
+        *_options(options).gradients(names, x, "lora_a_in"),
     )
 
 
@@ -439,8 +441,8 @@ def _d_x_calls(
 
 
 def experts_inputs_calls(
-    results, dh, dh_q, dh_scales, x, addend, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, lora_u,
-    lora_v_in, w_in_dtype, d_x_dtype, requested, w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
+    results, dh, dh_q, dh_scales, x, addend, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, lora_v_in,
+    w_in_dtype, d_x_dtype, requested, w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
     """The C calls of `experts_inputs`."""
     given, names, prepared = _options(options), requested_names(requested), []
@@ -450,7 +452,7 @@ def experts_inputs_calls(
             given, d_x, dh, dh_q, dh_scales, x, addend, row_of_slot, slot_of_row, group_sizes, w_in, lora_v_in,
             (w_in_q, w_in_scales),
         )  # fmt: skip
-    operands = ("w_in", "b_in", "lora_a_in", "lora_b_in")
+    operands = ("w_in", "b_in", "lora_a_in")
     if names.isdisjoint(operands):
         return prepared
     weight_gradients = calls.expert_ffn_backward(
@@ -460,9 +462,8 @@ def experts_inputs_calls(
             "group_sizes": group_sizes,
             "w_in": w_in,
             "w_out": w_out,
-            "dh": None if names.isdisjoint({"w_in", "b_in", "lora_b_in"}) else dh,
+            "dh": None if names.isdisjoint({"w_in", "b_in"}) else dh,
             **gradient_fields(names, zip(operands, of_weights, strict=True)),
-            "lora_u": lora_u if "lora_b_in" in names else None,
             "lora_v_in": lora_v_in if "lora_a_in" in names else None,
             **given.stored.tensors(),
         },
@@ -476,14 +477,13 @@ def experts_inputs_calls(
 EXPERTS_INPUTS = (
     "(Tensor dh, Tensor dh_q, Tensor dh_scales, Tensor x, Tensor? addend, Tensor row_of_slot, "
     "Tensor slot_of_row, Tensor group_sizes, "
-    "Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? lora_u, Tensor? lora_v_in, ScalarType w_in_dtype, "
+    "Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? lora_v_in, ScalarType w_in_dtype, "
     f"ScalarType d_x_dtype, int requested, {QUANTIZED}, {_OPTIONS})"
 )
 #: The second half of the backward pass of `experts`: the gradients of x (plus `addend`, in `d_x_dtype`), w_in, b_in and
-#: the factors of w_in; [0] if not requested.
+#: lora_a_in; [0] if not requested.
 experts_inputs = define(
-    f"experts_inputs{EXPERTS_INPUTS} -> (Tensor d_x, Tensor d_w_in, Tensor d_b_in, Tensor d_lora_a_in, "
-    "Tensor d_lora_b_in)",
+    f"experts_inputs{EXPERTS_INPUTS} -> (Tensor d_x, Tensor d_w_in, Tensor d_b_in, Tensor d_lora_a_in)",
     allocate_experts_inputs,
     experts_inputs_calls,
 )

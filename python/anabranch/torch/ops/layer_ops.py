@@ -184,20 +184,20 @@ _WEIGHTS = request({"weights": True})
 
 
 def allocate_layer_hidden(
-    d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
+    d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, lora_u,
     logits, experts, token_mask, lse, d_score_sum, d_lse, w_out_dtype, requested,
     w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
     """Empty results of `layer_hidden`."""
     results = allocate_experts_hidden(
-        d_out, None, None, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, w_out_dtype,
+        d_out, None, None, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, lora_u, w_out_dtype,
         requested | _WEIGHTS, w_in_q, w_in_scales, w_out_q, w_out_scales, *_parts(options).of_experts,
     )  # fmt: skip
     return *results, logits.new_empty(logits.shape)
 
 
 def layer_hidden_calls(
-    results, d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
+    results, d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, lora_u,
     logits, experts, token_mask, lse, d_score_sum, d_lse, w_out_dtype, requested,
     w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
@@ -205,7 +205,7 @@ def layer_hidden_calls(
     o = _parts(options)
     *experts_results, d_logits = results
     hidden = experts_hidden_calls(
-        experts_results, d_out, None, None, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
+        experts_results, d_out, None, None, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, lora_u,
         w_out_dtype, requested | _WEIGHTS, w_in_q, w_in_scales, w_out_q, w_out_scales, *o.of_experts,
     )  # fmt: skip
     d_weights = experts_results[3]
@@ -216,14 +216,15 @@ def layer_hidden_calls(
 #: The arguments of `layer_hidden`.
 LAYER_HIDDEN = (
     "(Tensor d_out, Tensor h, Tensor x, Tensor weights, Tensor slot_of_row, Tensor group_sizes, "
-    "Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, Tensor logits, Tensor experts, Tensor? token_mask, "
-    f"Tensor lse, Tensor? d_score_sum, Tensor? d_lse, ScalarType w_out_dtype, int requested, {QUANTIZED}, "
-    f"{_OPTIONS})"
+    "Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, Tensor? lora_u, Tensor logits, Tensor experts, "
+    "Tensor? token_mask, Tensor lse, Tensor? d_score_sum, Tensor? d_lse, ScalarType w_out_dtype, int requested, "
+    f"{QUANTIZED}, {_OPTIONS})"
 )
 #: The first half of the backward pass: `experts_hidden`, and `route_backward` with its gradient of the weights.
 layer_hidden = define(
     f"layer_hidden{LAYER_HIDDEN} -> (Tensor dh, Tensor d_w_out, Tensor d_b_out, Tensor d_weights, Tensor dh_q, "
-    "Tensor dh_scales, Tensor lora_v_in, Tensor d_lora_a_out, Tensor d_lora_b_out, Tensor d_logits)",
+    "Tensor dh_scales, Tensor lora_v_in, Tensor d_lora_b_in, Tensor d_lora_a_out, Tensor d_lora_b_out, "
+    "Tensor d_logits)",
     allocate_layer_hidden,
     layer_hidden_calls,
 )

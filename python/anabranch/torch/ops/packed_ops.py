@@ -78,10 +78,10 @@ def _layer(results, *arguments):
     return layer_calls([*others, *_described_maps(maps, T, K, R, E)], *arguments)
 
 
-def _hidden_arguments(d_out, h, x, weights, maps, w_in, b_in, w_out, b_out, logits, experts, *others):
+def _hidden_arguments(d_out, h, x, weights, maps, w_in, b_in, w_out, b_out, lora_u, logits, experts, *others):
     """The arguments of `layer_hidden`."""
     _, slot_of_row, group_sizes = _described_maps(maps, *experts.shape, h.shape[0], logits.shape[1])
-    return d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, logits, experts, *others
+    return d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, lora_u, logits, experts, *others
 
 
 def _allocate_layer_hidden(*arguments):

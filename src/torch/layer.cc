@@ -311,13 +311,13 @@ void layer_backward(Value* stack, uint64_t, uint64_t) {
     d_weights = std::move(hidden[3]);
     hidden.erase(hidden.begin() + 3);
   }
-  enum { DH, D_W_OUT, D_B_OUT, DH_Q, DH_SCALES, V_IN, D_B_FACTOR_IN, D_A_OUT, D_B_FACTOR_OUT, D_LOGITS };
+  enum { DH, D_W_OUT, D_B_OUT, DH_Q, DH_SCALES, V_IN, D_A_IN, D_B_FACTOR_IN, D_A_OUT, D_B_FACTOR_OUT, D_LOGITS };
   if (routes) {
     std::tie(addend, d_gate) = gate_backward(t[TOKENS], parameters.gate(t[GATE]), hidden[D_LOGITS],
                                              (stack[NEEDS_X] & 1) != 0, (stack[NEEDS_GATE] & 1) != 0);
     if (d_gate) d_gate = parameters.d_gate(to_dtype(d_gate, t[GATE].dtype()));
   }
-  enum { D_X, D_W_IN, D_B_IN, D_A_IN, NUM_INPUTS };
+  enum { D_X, D_W_IN, D_B_IN, NUM_INPUTS };
   std::vector<Tensor> inputs(NUM_INPUTS);
   if (hidden[DH]) {
     arguments = Arguments();
@@ -334,7 +334,7 @@ void layer_backward(Value* stack, uint64_t, uint64_t) {
   Tensor d_w_in = parameters.d_w_in(std::move(inputs[D_W_IN])), d_b_in = parameters.d_b_in(std::move(inputs[D_B_IN]));
   int i = 0;
   for (Tensor* result : {&inputs[D_X], &d_w_in, &d_b_in, &hidden[D_W_OUT], &hidden[D_B_OUT], &d_gate, &d_weights,
-                         &inputs[D_A_IN], &hidden[D_B_FACTOR_IN], &hidden[D_A_OUT], &hidden[D_B_FACTOR_OUT]}) {
+                         &hidden[D_A_IN], &hidden[D_B_FACTOR_IN], &hidden[D_A_OUT], &hidden[D_B_FACTOR_OUT]}) {
     stack[i++] = result->release_value();
   }
 }

@@ -10,6 +10,7 @@ from anabranch.jax.ops.dispatch import gather_sum
 from anabranch.jax.ops.ffn import (
     DOWN,
     UP,
+    WITH_DH,
     FfnConfig,
     FfnOperands,
     Saved,
@@ -23,7 +24,7 @@ from anabranch.jax.ops.ffn import (
 )
 from anabranch.reference import dispatch
 
-WANTED = ("x", "weights", *UP, "lora_b_in", *DOWN)
+WANTED = ("x", "weights", *UP, *WITH_DH, *DOWN)
 
 pytestmark = pytest.mark.usefixtures("platform")
 

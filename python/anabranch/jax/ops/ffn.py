@@ -118,8 +118,9 @@ def with_quantized_weights(config: FfnConfig, operands: FfnOperands, *, backward
     return operands._replace(quantized=quantized)
 
 
-#: Operands whose gradients are computed from dh, and from w a and d_out. That of lora_b_in comes together with dh.
-UP = ("w_in", "b_in", "lora_a_in")
+#: Operands whose gradients are computed from dh, together with dh, and from w a and d_out.
+UP = ("w_in", "b_in")
+WITH_DH = ("lora_a_in", "lora_b_in")
 DOWN = ("w_out", "b_out", "lora_a_out", "lora_b_out")
 
 
@@ -153,7 +154,7 @@ def _wanted(operands: FfnOperands, wanted: Collection[str]) -> set[str]:
 
 def _parameters(results: dict[str, Any]) -> dict[str, jax.Array]:
     """The gradients of parameters among the results of a call, by the names of the parameters."""
-    names = (*UP, "lora_b_in", *DOWN)
+    names = (*UP, *WITH_DH, *DOWN)
     return {name: results[f"d_{name}"] for name in names if results.get(f"d_{name}") is not None}
 
 
@@ -227,7 +228,7 @@ def ffn_backward(
       operands: as in the forward pass, and always with weights, even if combine applied them.
       saved: from the forward rule. The buffer of h is reused.
       d_out: float [T, D] with slot_of_row, else [R, D]: the cotangent of the weighted output, of any float dtype.
-      wanted: the operands whose gradients are computed: "x" (of the rows), "weights", "lora_b_in", and names in UP and
+      wanted: the operands whose gradients are computed: "x" (of the rows), "weights", and names in UP, WITH_DH and
         DOWN.
 
     Returns:
@@ -237,14 +238,12 @@ def ffn_backward(
     x, weights, h = operands.x, operands.weights, saved.h
     assert h is not None
     wanted = _wanted(operands, wanted)
-    needs_dh, needs_a = bool({"x", *UP, "lora_b_in"} & wanted), bool(({*DOWN} - {"b_out"}) & wanted)
+    needs_dh, needs_a = bool({"x", *UP, *WITH_DH} & wanted), bool(({*DOWN} - {"b_out"}) & wanted)
     called = {
         "dh": _like(h) if needs_dh else None,
         "dx_rows": jax.ShapeDtypeStruct((h.shape[0], x.shape[1]), x.dtype) if "x" in wanted else None,
         "d_weights": _like(weights, jnp.float32) if "weights" in wanted else None,
-        **_gradients_like(
-            config, operands, [n for n in (*UP, "lora_b_in", *DOWN) if n in wanted], x.dtype, x.dtype
-        ),
+        **_gradients_like(config, operands, [n for n in (*UP, *WITH_DH, *DOWN) if n in wanted], x.dtype, x.dtype),
     }
     if not any(result is not None for result in called.values()):
         return {}
@@ -405,7 +404,7 @@ class IntermediateGradients(NamedTuple):
     weighted_a: jax.Array | None
     """[R, F]: w a. Both have the dtype of x."""
     parameters: dict[str, jax.Array]
-    """Gradients of operands in DOWN, unless `down_gradients` computes them, and of lora_b_in."""
+    """Gradients of operands in DOWN, unless `down_gradients` computes them, and of operands in WITH_DH."""
     weights: jax.Array
     """Shape and dtype of the weights."""
     dh_quantized: QuantizedOperand | None = None
@@ -460,7 +459,7 @@ def ffn_backward_by_slot(
 
     The caller then computes the sum of `rows_gradient`, `up_gradients`, and `down_gradients` if w_out_dtype is None.
     In this order, and with the gradient of w_out computed here, temporaries and w a can use the memory of the gradient
-    of w_in. The gradient of lora_b_in is always computed here, because its GEMM reads the same rows as that of v_in.
+    of w_in. Gradients of operands in WITH_DH are always computed here: GEMMs for them and for v_in share operands.
 
     Args:
       config: as in the forward pass.
@@ -479,10 +478,9 @@ def ffn_backward_by_slot(
     wanted = _wanted(operands, wanted)
     down = [name for name in DOWN if name in wanted]
     here = down if w_out_dtype is not None else []
-    needs_dh, needs_a = bool({"x", *UP, "lora_b_in"} & wanted), bool(set(down) - {"b_out"})
-    needs_v_in, needs_v_out = bool(r and {"x", "lora_a_in"} & wanted), "lora_a_out" in down and not here
-    needs_u = "lora_b_in" in wanted
-    intermediates: dict[str, jax.Array | None] = {"h": h, "lora_u": saved.u if needs_u else None}
+    needs_dh, needs_a = bool({"x", *UP, *WITH_DH} & wanted), bool(set(down) - {"b_out"})
+    needs_v_in, needs_v_out = bool(r and "x" in wanted), "lora_a_out" in down and not here
+    intermediates: dict[str, jax.Array | None] = {"h": h, "lora_u": saved.u if "lora_b_in" in wanted else None}
     if d_out_quantized is not None:
         intermediates |= {"d_out_q": d_out_quantized.q, "d_out_scales": d_out_quantized.scales}
     quantised = config.fp8 and "x" in wanted
@@ -499,7 +497,9 @@ def ffn_backward_by_slot(
             "d_weights": _like(operands.weights, jnp.float32),
             "lora_v_in": jax.ShapeDtypeStruct((R, r), dtype) if needs_v_in else None,
             "lora_v_out": jax.ShapeDtypeStruct((R, q), dtype) if needs_v_out else None,
-            **_gradients_like(config, operands, [*here, *(["lora_b_in"] if needs_u else [])], dtype, w_out_dtype),
+            **_gradients_like(
+                config, operands, [*here, *(name for name in WITH_DH if name in wanted)], dtype, w_out_dtype
+            ),
         },
         workspaces.ffn_backward(
             R, (E, D, P, F), dtype, d_out.dtype, d_weights=True, d_w_out=bool({"w_out", "b_out"} & set(here))
@@ -598,8 +598,7 @@ def up_gradients(
         operands,
         None,
         {
-            "dh": None if names == ["lora_a_in"] else dh,
-            "lora_v_in": intermediate.v_in if "lora_a_in" in names else None,
+            "dh": dh,
         },
         _gradients_like(config, operands, names, w_in_dtype, None),
         workspaces.ffn_backward(

@@ -265,9 +265,8 @@ def _backward(
         hidden = torch_ops.experts_hidden(
             d_output, None, None, *experts_operands, w_out.dtype, requested, *quantized, *factors, *config.network
         )
-    dh, d_w_out, d_b_out, d_w, *dh_quantized, v_in, d_b_factor_in, d_a_out, d_b_factor_out = hidden
-    gradients = {"w_out": d_w_out, "b_out": d_b_out}
-    gradients |= {"lora_b_in": d_b_factor_in, "lora_a_out": d_a_out, "lora_b_out": d_b_factor_out}
+    dh, d_w_out, d_b_out, d_w, dh_q, dh_scales, v_in, *d_factors = hidden
+    gradients = {"w_out": d_w_out, "b_out": d_b_out} | dict(zip(NAMES, d_factors, strict=True))
     addend = None
     if config.router is None:
         gradients["weights"] = d_w
@@ -286,11 +285,11 @@ def _backward(
         if gate_bias is not None and needs["gate_bias"]:
             gradients["gate_bias"] = _as(d_logits.sum(0), gate_bias.dtype)
     if any(experts_need[name] for name in FROM_DH):
-        d_x, d_w_in, d_b_in, d_a_in = torch_ops.experts_inputs(
-            dh, *dh_quantized, x, addend, row_of_slot, slot_of_row, group_sizes, up, b_in, down, v_in,
+        d_x, d_w_in, d_b_in = torch_ops.experts_inputs(
+            dh, dh_q, dh_scales, x, addend, row_of_slot, slot_of_row, group_sizes, up, b_in, down, v_in,
             w_in.dtype, dtype if needs["x"] else torch.float32, requested, *quantized, *factors, *config.network,
         )  # fmt: skip
-        gradients |= {"w_in": d_w_in, "b_in": d_b_in, "lora_a_in": d_a_in}
+        gradients |= {"w_in": d_w_in, "b_in": d_b_in}
         gradients["x" if needs["x"] else "port"] = d_x
     return {name: gradient if needs[name] else None for name, gradient in gradients.items()}
 

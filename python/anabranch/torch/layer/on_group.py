@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from anabranch.lora import NAMES
 from anabranch.torch.binding.autocast import without_autocast
 from anabranch.torch.binding.autograd import Function
 from anabranch.torch.layer.gate import biased_gate_logits, gate_backward
@@ -209,7 +210,7 @@ def _backward(ctx, d):
         d_rows, *d_rows_sent, h, arrived, there, route.slot_of_row, route.group_sizes, up, b_in, down, b_out, lora_u,
         w_out.dtype, requested, *quantized, *factors, *options,
     )  # fmt: skip
-    dh, d_w_out, d_b_out, d_there, *dh_quantized, v_in, d_b_factor_in, d_a_out, d_b_factor_out = hidden
+    dh, d_w_out, d_b_out, d_there, dh_q, dh_scales, v_in, *d_factors = hidden
     d_w = chosen.collect_weights(route, d_there)
     gradients, addend = {}, None
     if layer.router is None:
@@ -229,8 +230,8 @@ def _backward(ctx, d):
             gradients["gate"] = through.gate.to(gate.dtype)
         if needs["gate_bias"]:
             gradients["gate_bias"] = d_logits.sum(0).to(gate_bias.dtype)
-    d_arrived, d_w_in, d_b_in, d_a_in = torch_ops.experts_inputs(
-        dh, *dh_quantized, arrived, None, route.row_of_slot, route.slot_of_row, route.group_sizes, up, b_in, down,
+    d_arrived, d_w_in, d_b_in = torch_ops.experts_inputs(
+        dh, dh_q, dh_scales, arrived, None, route.row_of_slot, route.slot_of_row, route.group_sizes, up, b_in, down,
         v_in, w_in.dtype, dtype, requested, *quantized, *factors, *options,
     )  # fmt: skip
     factor = weights.new_full((x.shape[0], chosen.returning), P)
@@ -242,10 +243,7 @@ def _backward(ctx, d):
         "b_in": d_b_in,
         "w_out": d_w_out,
         "b_out": d_b_out,
-        "lora_a_in": d_a_in,
-        "lora_b_in": d_b_factor_in,
-        "lora_a_out": d_a_out,
-        "lora_b_out": d_b_factor_out,
+        **dict(zip(NAMES, d_factors, strict=True)),
     }
     return {name: gradient if needs[name] else None for name, gradient in gradients.items()}
 

@@ -301,10 +301,6 @@ experts = define(
 )
 
 
-def _needs_v_in(names, factors):
-    return "lora_a_in" in factors and not names.isdisjoint({"x", "lora_a_in"})
-
-
 def allocate_experts_hidden(
     d_out, d_out_q, d_out_scales, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, lora_u,
     w_out_dtype, requested, w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
@@ -320,8 +316,8 @@ def allocate_experts_hidden(
         allocate(x, "weights" in names, weights.shape, torch.float32),
         empty_e4m3(x, R, P, F) if quantizes else x.new_empty((0,)),
         empty_scales(x, R, P, F // BLOCK) if quantizes else x.new_empty((0,)),
-        _result(o.low_rank(x, R, "lora_a_in") if _needs_v_in(names, o.factors) else None, x),
-        *o.gradients(names, x, "lora_b_in", "lora_a_out", "lora_b_out"),
+        _result(o.low_rank(x, R, "lora_a_in") if "x" in names else None, x),
+        *o.gradients(names, x, *NAMES),
     )
 
 
@@ -336,7 +332,7 @@ def experts_hidden_calls(
     quantizes = o.precision == FP8 and "x" in names
     operands_out, quantize_out = quantized_operand("w_out", w_out, w_out_q, w_out_scales, o, transposed=False)
     of_operands = zip(
-        ("w_out", "b_out", "weights", "lora_b_in", "lora_a_out", "lora_b_out"),
+        ("w_out", "b_out", "weights", *NAMES),
         (d_w_out, d_b_out, d_weights, *of_factors),
         strict=True,
     )
@@ -358,7 +354,7 @@ def experts_hidden_calls(
             "dh_q": dh_q if quantizes else None,
             "dh_scales": dh_scales if quantizes else None,
             "lora_u": lora_u if "lora_b_in" in names else None,
-            "lora_v_in": v_in if _needs_v_in(names, factors) else None,
+            "lora_v_in": v_in if "x" in names and "lora_a_in" in factors else None,
             **factors.tensors(),
             **operands_out,
         },
@@ -375,13 +371,12 @@ EXPERTS_HIDDEN = (
     "Tensor slot_of_row, Tensor group_sizes, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, "
     f"Tensor? lora_u, ScalarType w_out_dtype, int requested, {QUANTIZED}, {_OPTIONS})"
 )
-#: The first half of the backward pass of `experts`: dh, and the gradients of w_out, b_out, weights, the factors of
-#: w_out, and lora_b_in, whose GEMM reads the same rows as that of v_in; [0] for what the requested gradients do not
-#: need. For the gradient of x also dh quantised with FP8, and v_in with an adapter of w_in. d_out may be given quantised
-#: in addition.
+#: The first half of the backward pass of `experts`: dh, and the gradients of w_out, b_out, weights and all factors; [0]
+#: for what the requested gradients do not need. For the gradient of x also dh quantised with FP8, and v_in with an
+#: adapter of w_in. d_out may be given quantised in addition.
 experts_hidden = define(
     f"experts_hidden{EXPERTS_HIDDEN} -> (Tensor dh, Tensor d_w_out, Tensor d_b_out, Tensor d_weights, Tensor dh_q, "
-    "Tensor dh_scales, Tensor lora_v_in, Tensor d_lora_b_in, Tensor d_lora_a_out, Tensor d_lora_b_out)",
+    f"Tensor dh_scales, Tensor lora_v_in, {', '.join(f'Tensor d_{name}' for name in NAMES)})",
     allocate_experts_hidden,
     experts_hidden_calls,
 )
@@ -397,7 +392,6 @@ def allocate_experts_inputs(
         allocate(x, "x" in names, x.shape, d_x_dtype),
         allocate(w_in, "w_in" in names, w_in.shape, w_in_dtype),
         allocate(x, "b_in" in names, () if b_in is None else b_in.shape),
-        *_options(options).gradients(names, x, "lora_a_in"),
     )
 
 
@@ -452,7 +446,7 @@ def experts_inputs_calls(
             given, d_x, dh, dh_q, dh_scales, x, addend, row_of_slot, slot_of_row, group_sizes, w_in, lora_v_in,
             (w_in_q, w_in_scales),
         )  # fmt: skip
-    operands = ("w_in", "b_in", "lora_a_in")
+    operands = ("w_in", "b_in")
     if names.isdisjoint(operands):
         return prepared
     weight_gradients = calls.expert_ffn_backward(
@@ -462,9 +456,8 @@ def experts_inputs_calls(
             "group_sizes": group_sizes,
             "w_in": w_in,
             "w_out": w_out,
-            "dh": None if names.isdisjoint({"w_in", "b_in"}) else dh,
+            "dh": dh,
             **gradient_fields(names, zip(operands, of_weights, strict=True)),
-            "lora_v_in": lora_v_in if "lora_a_in" in names else None,
             **given.stored.tensors(),
         },
         given.orders(given.stored),
@@ -480,10 +473,10 @@ EXPERTS_INPUTS = (
     "Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? lora_v_in, ScalarType w_in_dtype, "
     f"ScalarType d_x_dtype, int requested, {QUANTIZED}, {_OPTIONS})"
 )
-#: The second half of the backward pass of `experts`: the gradients of x (plus `addend`, in `d_x_dtype`), w_in, b_in and
-#: lora_a_in; [0] if not requested.
+#: The second half of the backward pass of `experts`: the gradients of x (plus `addend`, in `d_x_dtype`), w_in and b_in;
+#: [0] if not requested.
 experts_inputs = define(
-    f"experts_inputs{EXPERTS_INPUTS} -> (Tensor d_x, Tensor d_w_in, Tensor d_b_in, Tensor d_lora_a_in)",
+    f"experts_inputs{EXPERTS_INPUTS} -> (Tensor d_x, Tensor d_w_in, Tensor d_b_in)",
     allocate_experts_inputs,
     experts_inputs_calls,
 )

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from anabranch.lora import NAMES
 from anabranch.options import Network, Router, RouterOptions
 from anabranch.rows import num_rows_needed
 from anabranch.torch.binding.check import exceeds_int32, smaller
@@ -223,8 +224,7 @@ LAYER_HIDDEN = (
 #: The first half of the backward pass: `experts_hidden`, and `route_backward` with its gradient of the weights.
 layer_hidden = define(
     f"layer_hidden{LAYER_HIDDEN} -> (Tensor dh, Tensor d_w_out, Tensor d_b_out, Tensor d_weights, Tensor dh_q, "
-    "Tensor dh_scales, Tensor lora_v_in, Tensor d_lora_b_in, Tensor d_lora_a_out, Tensor d_lora_b_out, "
-    "Tensor d_logits)",
+    f"Tensor dh_scales, Tensor lora_v_in, {', '.join(f'Tensor d_{name}' for name in NAMES)}, Tensor d_logits)",
     allocate_layer_hidden,
     layer_hidden_calls,
 )

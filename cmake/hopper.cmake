@@ -35,6 +35,13 @@ foreach(epilogue RowsEpilogue ScaleBiasEpilogue)
   anabranch_hopper_instance(fp8_rows_product_${epilogue} fp8_rows_product "launch_fp8_rows_product<${epilogue}>"
                             "const Fp8RowsProduct&")
 endforeach()
+foreach(paired x d_y)
+  foreach(major mn k)
+    anabranch_hopper_instance(factor_pair_${paired}_${major} factor_pair
+                              "launch_factor_pair<Paired::${paired}, Major::${major}>"
+                              "const FactorPair&, const SegmentBounds&, const SegmentList&")
+  endforeach()
+endforeach()
 foreach(gathered nothing x d_y)
   anabranch_hopper_instance(weight_gradient_${gathered} weight_gradient "launch_weight_gradient<Gathered::${gathered}>"
                             "const WeightGradient&, TileChoice, const SegmentBounds&, const SegmentList&")

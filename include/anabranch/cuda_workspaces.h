@@ -42,9 +42,9 @@ AB_API ab_status ab_cuda_fp8_rows_workspace_bound(int64_t R, int64_t D, size_t* 
 
 /* Additional bytes of an operation for each low-rank adapter, of rank r, of a matrix [M, N]: the factors in the dtype
  * of x, the rows [R, r] that the caller does not take, and for ab_cuda_expert_ffn_backward (backward = 1) the gradients
- * of the factors. W_in has M = D and N = P F, W_out M = F and N = D. A call that reads u instead of A has M = 0. With
- * AB_PRECISION_FP8 an adapter of W_out also needs ab_cuda_expert_ffn_forward_workspace_bound(), for a forward pass with
- * or without `a`. */
+ * of the factors and up to 64 MiB of partial sums of v_in or z. W_in has M = D and N = P F, W_out M = F and N = D. A
+ * call that reads u instead of A has M = 0. With AB_PRECISION_FP8 an adapter of W_out also needs
+ * ab_cuda_expert_ffn_forward_workspace_bound(), for a forward pass with or without `a`. */
 AB_API ab_status ab_cuda_lora_workspace_bound(int64_t R, int64_t E, int64_t M, int64_t N, int64_t r, int32_t backward,
                                               int32_t dtype, size_t* bytes);
 

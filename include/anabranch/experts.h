@@ -254,7 +254,12 @@ AB_API ab_status ab_grouped_matmul_combine_workspace(const ab_grouped_matmul_com
  * With an early weight, `a` and so z contain it; with a late one it multiplies y. z is computed from the rounded `a`,
  * also with AB_PRECISION_FP8. u is an output for the backward pass. z is one for ab_grouped_matmul_combine, which
  * takes it as its lora_u: without y, an adapter of W_out requires z. An adapter of W_in requires x. The axes of B_in
- * are in the order of its strides, whatever the order of W_in. The workspace contains u and z if they are not given. */
+ * are in the order of its strides, whatever the order of W_in. The workspace contains u and z if they are not given.
+ *
+ * A copy of a factor has the factor's shape and the dtype of x. In memory its experts are outermost and it has no gaps.
+ * The copy of a factor that is not shared has undefined values for experts without rows. The backward pass and
+ * ab_grouped_matmul_combine take copies as their factors. If a copy has its axes in the order of its weight, with
+ * AB_PRECISION_FP8 A as [D, r] and B as [N, r], a GPU makes no further copy of that factor. */
 typedef struct ab_expert_ffn_forward_args {
   size_t size;
   int32_t activation;   /* ab_activation */
@@ -299,6 +304,11 @@ typedef struct ab_expert_ffn_forward_args {
   /* outputs, or NULL; zero in padding rows */
   const ab_tensor* lora_u; /* [R, r] */
   const ab_tensor* lora_z; /* [R, q] */
+  /* outputs, or NULL: copies of the factors in the dtype of x, for the backward pass */
+  const ab_tensor* lora_a_in_copy;
+  const ab_tensor* lora_b_in_copy;
+  const ab_tensor* lora_a_out_copy;
+  const ab_tensor* lora_b_out_copy;
 } ab_expert_ffn_forward_args;
 
 AB_API ab_status ab_expert_ffn_forward(const ab_expert_ffn_forward_args* args, const ab_exec* exec);

@@ -68,7 +68,8 @@ _FIELDS = {
     "expert_ffn_forward": "i:activation,weight_early,topk,skip_rest "
     "t:x,slot_of_row,group_sizes,w_in,b_in,w_out,b_out,weights,y,h,a f:activation_alpha,activation_limit "
     "i:precision,fp8_scales t:w_in_q,w_in_scales,w_out_q,w_out_scales,a_scales,x_q,x_scales "
-    "f:lora_scale_in,lora_scale_out t:lora_a_in,lora_b_in,lora_a_out,lora_b_out,lora_u,lora_z",
+    "f:lora_scale_in,lora_scale_out t:lora_a_in,lora_b_in,lora_a_out,lora_b_out,lora_u,lora_z,"
+    "lora_a_in_copy,lora_b_in_copy,lora_a_out_copy,lora_b_out_copy",
     "expert_ffn_backward": "i:activation,topk,accumulate,skip_rest "
     "t:x,slot_of_row,group_sizes,w_in,w_out,b_out,weights,h,d_out,dh,dx_rows,d_w_in,d_b_in,d_w_out,d_b_out,d_weights,"
     "weighted_a f:activation_alpha,activation_limit i:precision,fp8_scales "

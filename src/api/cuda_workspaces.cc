@@ -127,6 +127,11 @@ ab_status ab_cuda_lora_workspace_bound(int64_t R, int64_t E, int64_t M, int64_t 
         workspace.take_rows(matrices * r, N, AB_FLOAT32);  // a gradient whose columns are reordered
         workspace.take_bytes(
             std::max(cuda::weight_gradient_bound(R, E, M, r), cuda::weight_gradient_bound(R, E, r, N)));
+        size_t parts = 0;  // of v_in, whose GEMM reads N columns, or of z with M columns
+        for (const int64_t columns : {M, N}) {
+          if (cuda::may_pair(R, E, columns, r, dtype)) parts = std::max(parts, cuda::pair_bytes(R, columns, r));
+        }
+        workspace.take_bytes(parts);
         return workspace.size();
       });
 }

@@ -54,7 +54,7 @@ AB_STRUCT(ab_quantize_weights_args, scales, scales);
 AB_STRUCT(ab_grouped_matmul_args, y, lora_u);
 AB_STRUCT(ab_grouped_matmul_dw_args, d_w, reserved);
 AB_STRUCT(ab_grouped_matmul_combine_args, out, lora_u);
-AB_STRUCT(ab_expert_ffn_forward_args, a, lora_z);
+AB_STRUCT(ab_expert_ffn_forward_args, a, lora_b_out_copy);
 AB_STRUCT(ab_expert_ffn_backward_args, weighted_a, d_lora_b_out);
 AB_STRUCT(ab_exchange_create_args, buffer_bytes, buffer_bytes);
 AB_STRUCT(ab_exchange_all_gather_args, out, out);

@@ -50,6 +50,20 @@ ab_status check_rows(const char* name, const ab_tensor* tensor, int32_t dtype, i
   return check_optional(name, tensor, dtype_bit(static_cast<ab_dtype>(dtype)), {{"R", R}, rank});
 }
 
+// A copy has the shape of its factor. Its experts are outermost.
+ab_status check_copy(const char* name, const ab_tensor* copy, const ab_tensor* factor, int32_t dtype,
+                     std::initializer_list<const char*> axes) {
+  constexpr Order kThree[] = {{{0, 1, 2}}, {{0, 2, 1}}};
+  constexpr Order kFour[] = {{{0, 1, 2, 3}}, {{0, 2, 3, 1}}, {{0, 1, 3, 2}}, {{0, 3, 2, 1}}};
+  if (copy == nullptr) return ok();
+  if (factor == nullptr) return AB_INVALID("%s: got a tensor, expected NULL without an adapter", name);
+  const Dtypes dtypes = dtype_bit(static_cast<ab_dtype>(dtype));
+  const auto axis = [&](int i) { return Axis{axes.begin()[i], factor->shape[i]}; };
+  size_t order = 0;
+  return factor->rank == 4 ? check_ordered(name, copy, dtypes, {axis(0), axis(1), axis(2), axis(3)}, kFour, &order)
+                           : check_ordered(name, copy, dtypes, {axis(0), axis(1), axis(2)}, kThree, &order);
+}
+
 // A gradient has the shape of its factor, with these names of the axes, and is row-major.
 ab_status check_gradient(const char* name, const ab_tensor* gradient, const ab_tensor* factor, int32_t accumulate,
                          std::initializer_list<const char*> axes) {
@@ -115,7 +129,11 @@ ab_status check_lora(const ab_expert_ffn_forward_args* args, FfnSizes* s) {
   if (s->rank_out > 0 && args->y == nullptr && args->lora_z == nullptr) {
     return AB_INVALID("lora_z: got NULL, expected a tensor, since the adapter of W_out is given and y is not");
   }
-  return ok();
+  AB_RETURN_IF_ERROR(check_copy("lora_a_in_copy", args->lora_a_in_copy, args->lora_a_in, s->dtype, {"E", "D", "r"}));
+  AB_RETURN_IF_ERROR(
+      check_copy("lora_b_in_copy", args->lora_b_in_copy, args->lora_b_in, s->dtype, {"E", "r", "P", "F"}));
+  AB_RETURN_IF_ERROR(check_copy("lora_a_out_copy", args->lora_a_out_copy, args->lora_a_out, s->dtype, {"E", "F", "q"}));
+  return check_copy("lora_b_out_copy", args->lora_b_out_copy, args->lora_b_out, s->dtype, {"E", "q", "D"});
 }
 
 ab_status check_lora(const ab_expert_ffn_backward_args* args, FfnSizes* s) {

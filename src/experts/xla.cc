@@ -105,6 +105,10 @@ constexpr Field kFfnForwardFields[] = {
     AB_TENSOR(ab_expert_ffn_forward_args, lora_b_out),
     AB_TENSOR(ab_expert_ffn_forward_args, lora_u),
     AB_TENSOR(ab_expert_ffn_forward_args, lora_z),
+    AB_TENSOR(ab_expert_ffn_forward_args, lora_a_in_copy),
+    AB_TENSOR(ab_expert_ffn_forward_args, lora_b_in_copy),
+    AB_TENSOR(ab_expert_ffn_forward_args, lora_a_out_copy),
+    AB_TENSOR(ab_expert_ffn_forward_args, lora_b_out_copy),
 };
 
 constexpr Field kFfnBackwardFields[] = {

@@ -214,10 +214,11 @@ void layer_forward(Value* stack, uint64_t, uint64_t) {
     B_OUT,
     QUANTIZED,
     FACTORS = QUANTIZED + 4,
-    ORDERS = FACTORS + 4,
+    COPIES = FACTORS + 4,
+    ORDERS,
     CONFIG
   };
-  std::vector<Tensor> t = take(stack, "TgttttttTtTttttttttt");
+  std::vector<Tensor> t = take(stack, "TgttttttTtTtttttttttt");
   check_rank("x", t[X], 2);
   check_rank("gate", t[GATE], 2);
   check_rank("w_out", t[W_OUT], 3);
@@ -266,7 +267,8 @@ void layer_backward(Value* stack, uint64_t, uint64_t) {
     LORA_U,
     QUANTIZED,
     FACTORS = QUANTIZED + 4,
-    ORDERS = FACTORS + 4,
+    COPIES = FACTORS + 4,
+    ORDERS,
     W_IN_DTYPE,
     W_OUT_DTYPE,
     REQUESTED,
@@ -274,7 +276,7 @@ void layer_backward(Value* stack, uint64_t, uint64_t) {
     NEEDS_GATE,
     CONFIG,
   };
-  std::vector<Tensor> t = take(stack, "TtttgTTTtttTttTtTttttttttt");
+  std::vector<Tensor> t = take(stack, "TtttgTTTtttTttTtTtttttttttt");
   check_rank("tokens", t[TOKENS], 2);
   check_rank("gate", t[GATE], 2);
   check_rank("w_out", t[W_OUT], 3);
@@ -298,7 +300,7 @@ void layer_backward(Value* stack, uint64_t, uint64_t) {
     arguments.add_none();  // d_output, quantised
     arguments.add_none();  // its scales
   }
-  add_all(arguments, {H, X, WEIGHTS, MAPS, W_IN, B_IN, W_OUT, B_OUT});
+  add_all(arguments, {H, X, WEIGHTS, MAPS, W_IN, B_IN, W_OUT, B_OUT, LORA_U});
   if (routes) {
     add_all(arguments, {LOGITS, EXPERTS, MASK, LSE, D_SCORE_SUM, D_LSE});
     // The gate's GEMMs multiply bfloat16 operands on a GPU.
@@ -313,20 +315,20 @@ void layer_backward(Value* stack, uint64_t, uint64_t) {
     d_weights = std::move(hidden[3]);
     hidden.erase(hidden.begin() + 3);
   }
-  enum { DH, D_W_OUT, D_B_OUT, DH_Q, DH_SCALES, V_IN, D_A_OUT, D_B_FACTOR_OUT, D_LOGITS };
+  enum { DH, D_W_OUT, D_B_OUT, DH_Q, DH_SCALES, V_IN, D_A_IN, D_B_FACTOR_IN, D_A_OUT, D_B_FACTOR_OUT, D_LOGITS };
   if (routes) {
     std::tie(addend, d_gate) = gate_backward(t[TOKENS], parameters.gate(t[GATE]), hidden[D_LOGITS],
                                              (stack[NEEDS_X] & 1) != 0, (stack[NEEDS_GATE] & 1) != 0);
     if (d_gate) d_gate = parameters.d_gate(to_dtype(d_gate, t[GATE].dtype()));
   }
-  enum { D_X, D_W_IN, D_B_IN, D_A_IN, D_B_FACTOR_IN, NUM_INPUTS };
+  enum { D_X, D_W_IN, D_B_IN, NUM_INPUTS };
   std::vector<Tensor> inputs(NUM_INPUTS);
   if (hidden[DH]) {
     arguments = Arguments();
     for (const Tensor* tensor : {&hidden[DH], &hidden[DH_Q], &hidden[DH_SCALES], &t[X], &addend}) {
       add(arguments, *tensor);
     }
-    add_all(arguments, {MAPS, W_IN, B_IN, W_OUT, LORA_U});
+    add_all(arguments, {MAPS, W_IN, B_IN, W_OUT});
     add(arguments, hidden[V_IN]);
     arguments.add_option(static_cast<int8_t>(stack[W_IN_DTYPE]));
     arguments.add_option(static_cast<int8_t>(t[X].dtype()));  // of d_x
@@ -336,7 +338,7 @@ void layer_backward(Value* stack, uint64_t, uint64_t) {
   Tensor d_w_in = parameters.d_w_in(std::move(inputs[D_W_IN])), d_b_in = parameters.d_b_in(std::move(inputs[D_B_IN]));
   int i = 0;
   for (Tensor* result : {&inputs[D_X], &d_w_in, &d_b_in, &hidden[D_W_OUT], &hidden[D_B_OUT], &d_gate, &d_weights,
-                         &inputs[D_A_IN], &inputs[D_B_FACTOR_IN], &hidden[D_A_OUT], &hidden[D_B_FACTOR_OUT]}) {
+                         &hidden[D_A_IN], &hidden[D_B_FACTOR_IN], &hidden[D_A_OUT], &hidden[D_B_FACTOR_OUT]}) {
     stack[i++] = result->release_value();
   }
 }

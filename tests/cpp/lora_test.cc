@@ -269,6 +269,48 @@ TEST(Lora, EachOutputIsTheSameAlone) {
   expect_same(one, all, "alone");
 }
 
+// Copies hold the rounded factors, and the backward pass computes the same bits from them.
+TEST(Lora, CopiesOfFactors) {
+  LoraCase c = in_dtype(AB_BFLOAT16, AB_FLOAT32);
+  c.shares_b = true;
+  LoraNetwork want(c);
+  want.compute();
+  const Order of_three[] = {{0, 1, 2}, {0, 2, 1}, {0, 1, 2}, {0, 2, 1}};
+  const Order of_four[] = {{0, 1, 2, 3}, {0, 2, 3, 1}, {0, 1, 3, 2}, {0, 3, 2, 1}};
+  for (int order = 0; order < 4; ++order) {
+    LoraNetwork net(c);
+    ab_expert_ffn_forward_args forward = net.forward_args();
+    ab_expert_ffn_backward_args backward = net.backward_args();
+    std::vector<std::unique_ptr<OrderedTensor>> copies;
+    const auto copy = [&](const ab_tensor** factor, const ab_tensor** output) {
+      const ab_tensor& of = **factor;
+      const Order& axes = of.rank == 4 ? of_four[order] : of_three[order];
+      copies.push_back(std::make_unique<OrderedTensor>(std::vector<int64_t>(of.shape, of.shape + of.rank),
+                                                       int32_t{AB_BFLOAT16}, axes));
+      copies.back()->fill(-7);
+      *factor = *output = copies.back()->view();
+    };
+    copy(&backward.lora_a_in, &forward.lora_a_in_copy);
+    copy(&backward.lora_b_in, &forward.lora_b_in_copy);
+    copy(&backward.lora_a_out, &forward.lora_a_out_copy);
+    copy(&backward.lora_b_out, &forward.lora_b_out_copy);
+    EXPECT_OK(LoraNetwork::run(forward, 3));
+    EXPECT_OK(LoraNetwork::run(backward));
+    expect_same(net, want, "order " + std::to_string(order));
+    const char* names[] = {"lora_a_in", "lora_b_in", "lora_a_out", "lora_b_out"};
+    for (size_t i = 0; i < 4; ++i) {
+      const OrderedTensor& factor = net[names[i]];
+      const int64_t each = factor.size() / factor.view()->shape[0];
+      for (int64_t k = 0; k < factor.size(); ++k) {
+        FloatTensor rounded({1}, AB_BFLOAT16);
+        rounded.set(0, static_cast<float>(factor[k]));
+        const bool has_rows = factor.view()->shape[0] == 1 || c.sizes[static_cast<size_t>(k / each)] > 0;
+        ASSERT_EQ((*copies[i])[k], has_rows ? static_cast<double>(rounded.get(0)) : -7.0) << names[i] << " " << k;
+      }
+    }
+  }
+}
+
 // A backward call without h ignores the contents of padding rows of dh and weighted_a.
 TEST(Lora, PaddingRowsOfTheSecondCallAreIgnored) {
   LoraNetwork one{LoraCase{}}, two{LoraCase{}};
@@ -424,6 +466,16 @@ TEST(Lora, RefusesBadArguments) {
   forward_refused([&](auto& args) { args.lora_z = net.view("lora_u"); }, "lora_z: got bfloat16 (7) [28, 2], expected");
   forward_refused([](auto& args) { args.y = args.w_out = args.b_out = args.weights = args.lora_z = nullptr; },
                   "lora_z: got NULL, expected a tensor, since the adapter of W_out is given and y is not");
+
+  forward_refused([&](auto& args) { args.lora_a_in_copy = net.view("lora_a_in"); },
+                  "lora_a_in_copy: got float32 (8) [4, 7, 2], expected bfloat16 [E=4, D=7, r=2]");
+  forward_refused([&](auto& args) { args.lora_b_in_copy = net.view("dx_rows"); },
+                  "lora_b_in_copy: got bfloat16 (7) [28, 7], expected bfloat16 [E=4, r=2, P=2, F=6]");
+  forward_refused(without_in([&](auto& args) { args.lora_a_in_copy = net.view("dx_rows"); }),
+                  "lora_a_in_copy: got a tensor, expected NULL without an adapter");
+  const OrderedTensor innermost({4, 3, 7}, AB_BFLOAT16, {2, 1, 0});
+  forward_refused([&](auto& args) { args.lora_b_out_copy = innermost.view(); },
+                  "lora_b_out_copy: got unsupported strides, expected [4, 3, 7] with the memory order");
 
   using A = ab_expert_ffn_backward_args;
   const auto backward_refused = [&](auto change, const char* text) { refused(backward, change, text); };

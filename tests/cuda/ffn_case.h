@@ -215,7 +215,8 @@ struct Network {
     using A = ForwardArgs;
     run_on_copies(ab_cuda_expert_ffn_forward_workspace, ab_cuda_expert_ffn_forward, args, &A::x, &A::slot_of_row,
                   &A::group_sizes, &A::w_in, &A::b_in, &A::w_out, &A::b_out, &A::weights, &A::y, &A::h, &A::a,
-                  &A::lora_a_in, &A::lora_b_in, &A::lora_a_out, &A::lora_b_out, &A::lora_u, &A::lora_z);
+                  &A::lora_a_in, &A::lora_b_in, &A::lora_a_out, &A::lora_b_out, &A::lora_u, &A::lora_z,
+                  &A::lora_a_in_copy, &A::lora_b_in_copy, &A::lora_a_out_copy, &A::lora_b_out_copy);
   }
   static void backward_on_gpu(const BackwardArgs& args) {
     using A = BackwardArgs;

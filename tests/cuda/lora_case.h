@@ -16,6 +16,7 @@ struct LoraCase {
   int order = 0;        // of the factors' axes in memory: row-major, transposed, or the expert innermost
   bool frozen = true;   // no gradients of W and of biases
   bool saves_u = true;  // u is saved for the backward pass
+  int copies = 0;       // 1 to 4: order of the axes of copies, which the backward pass reads; 0: no copies
 
   bool is_shared(int factor) const { return (shared >> factor & 1u) != 0; }
   int32_t factor_dtype() const { return dtype == 0 ? c.dtype : dtype; }
@@ -23,17 +24,22 @@ struct LoraCase {
 
 inline std::ostream& operator<<(std::ostream& out, const LoraCase& l) {
   return out << l.c << " r " << l.r << " q " << l.q << " shared " << l.shared << " factors " << l.factor_dtype()
-             << " order " << l.order << (l.frozen ? " frozen" : "") << (l.saves_u ? "" : " u computed again");
+             << " order " << l.order << (l.frozen ? " frozen" : "") << (l.saves_u ? "" : " u computed again")
+             << " copies " << l.copies;
 }
 
 // A factor with its gradient. The gradient is row-major.
 struct LoraFactor {
   FloatTensor values;
   FloatTensor gradient;
+  FloatTensor copy;
   std::unique_ptr<Ordered> view;
+  std::unique_ptr<Ordered> copy_view;
 
   LoraFactor(const LoraCase& l, int index, std::vector<int64_t> shape, unsigned seed)
-      : values(shape, l.factor_dtype()), gradient(shape, l.c.accumulate ? AB_FLOAT32 : l.factor_dtype()) {
+      : values(shape, l.factor_dtype()),
+        gradient(shape, l.c.accumulate ? AB_FLOAT32 : l.factor_dtype()),
+        copy(shape, l.c.dtype) {
     const bool is_a = index % 2 == 0;
     const int64_t sums = is_a ? shape[1] : shape[1] * 2;
     values.fill_uniform(seed);
@@ -45,6 +51,11 @@ struct LoraFactor {
                                        parts ? std::vector<int>{0, 2, 3, 1} : std::vector<int>{0, 2, 1},
                                        parts ? std::vector<int>{3, 2, 1, 0} : std::vector<int>{2, 1, 0}};
     view = std::make_unique<Ordered>(values.view(), orders[l.order]);
+    // Without rows a copy keeps its NaN, which nothing reads.
+    for (int64_t i = 0; i < copy.size(); ++i) copy.set(i, std::numeric_limits<float>::quiet_NaN());
+    const std::vector<int> of_parts[] = {{0, 1, 2, 3}, {0, 2, 3, 1}, {0, 1, 3, 2}, {0, 3, 2, 1}};
+    const int order = std::max(l.copies - 1, 0);
+    copy_view = std::make_unique<Ordered>(copy.view(), parts ? of_parts[order] : orders[order % 2]);
   }
 };
 
@@ -73,16 +84,23 @@ struct LoraNetwork {
   }
 
   template <class Args>
-  void set_factors(Args* args) const {
+  void set_factors(bool are_copies, Args* args) const {
     args->lora_scale_in = l.r > 0 ? 0.75f : 0.0f;
     args->lora_scale_out = l.q > 0 ? -1.25f : 0.0f;
     const ab_tensor** views[] = {&args->lora_a_in, &args->lora_b_in, &args->lora_a_out, &args->lora_b_out};
-    for (int i = 0; i < 4; ++i) *views[i] = factors[i] ? factors[i]->view->view() : nullptr;
+    for (int i = 0; i < 4; ++i) {
+      if (factors[i]) *views[i] = (are_copies ? factors[i]->copy_view : factors[i]->view)->view();
+    }
   }
 
   ab_expert_ffn_forward_args forward_args() const {
     ab_expert_ffn_forward_args args = net.forward_args();
-    set_factors(&args);
+    set_factors(false, &args);
+    const ab_tensor** copies[] = {&args.lora_a_in_copy, &args.lora_b_in_copy, &args.lora_a_out_copy,
+                                  &args.lora_b_out_copy};
+    for (int i = 0; i < 4; ++i) {
+      if (factors[i] && l.copies > 0) *copies[i] = factors[i]->copy_view->view();
+    }
     args.lora_u = l.r > 0 ? u.view() : nullptr;
     args.lora_z = l.q > 0 ? z.view() : nullptr;
     return args;
@@ -94,7 +112,7 @@ struct LoraNetwork {
     if (l.frozen) {
       args.d_w_in = args.d_b_in = args.d_w_out = args.d_b_out = nullptr;
     }
-    set_factors(&args);
+    set_factors(l.copies > 0, &args);
     args.lora_u = l.r > 0 && l.saves_u ? u.view() : nullptr;
     args.lora_v_in = l.r > 0 ? v_in.view() : nullptr;
     args.lora_v_out = l.q > 0 ? v_out.view() : nullptr;

@@ -93,6 +93,32 @@ TEST_F(LoraCuda, FewRows) {
   }
 }
 
+// The backward pass reads the copies that the forward pass made, in every order of their axes.
+TEST_F(LoraCuda, CopiesOfFactors) {
+  unsigned seed = 0;
+  for (int layout = 0; layout < static_cast<int>(kLayouts.size()); ++layout) {
+    LoraCase l = small_case(layout % 2 == 0 ? AB_BFLOAT16 : AB_FLOAT16, true);
+    l.c.layout = layout;
+    l.dtype = AB_FLOAT32;
+    l.order = layout % 3;
+    l.shared = ++seed * 5 % 16;
+    const LoraNetwork without(l);
+    without.on_gpu();
+    for (l.copies = 1; l.copies <= 4; ++l.copies) {
+      SCOPED_TRACE(::testing::Message() << l);
+      const LoraNetwork with(l);
+      with.on_gpu();
+      with.expect_same_bits(without);
+      const LoraNetwork cpu(l);
+      cpu.on_cpu();
+      for (int i = 0; i < 4; ++i) EXPECT_TRUE(with.factors[i]->copy.is(cpu.factors[i]->copy)) << i;
+    }
+    l.copies = 1 + layout % 4;
+    check(l);
+    if (HasFatalFailure()) return;
+  }
+}
+
 // Shared factors have gradients, which are zero, without any expert.
 TEST_F(LoraCuda, SharedFactorsWithoutExperts) {
   LoraCase l = small_case(AB_BFLOAT16, true);
@@ -115,6 +141,47 @@ TEST_F(LoraCuda, LargeSizesMatchTheCpu) {
       check(l);
       if (HasFatalFailure()) return;
     }
+  }
+}
+
+// v_in and dB_in read the same rows, as do z and dA_out. Hopper computes each pair in one kernel if both are requested;
+// the gradients then have the bits that they have alone.
+TEST_F(LoraCuda, LargeGroupsWithPairsOfGemms) {
+  unsigned seed = 0;
+  for (const auto& [r, q] : {std::pair<int64_t, int64_t>{8, 64}, {16, 40}, {64, 8}}) {
+    for (int layout = 0; layout < static_cast<int>(kLayouts.size()); ++layout) {
+      FfnCase c{{600, 0, 64, 301, 1, 130}, 1150, 264, layout % 2 == 0 ? 200 : 328, 2, 380, 3};
+      c.dtype = ++seed % 2 == 0 ? AB_BFLOAT16 : AB_FLOAT16;
+      c.layout = layout;
+      c.accumulate = seed % 5 == 0;
+      const LoraCase l{.c = c, .r = r, .q = q, .dtype = seed % 3 == 0 || c.accumulate ? AB_FLOAT32 : 0};
+      check(l, seed);
+      if (HasFatalFailure()) return;
+      SCOPED_TRACE(::testing::Message() << l);
+      const LoraNetwork paired(l, seed);
+      paired.on_gpu();
+      const LoraNetwork alone(l, seed);
+      Network::forward_on_gpu(alone.forward_args());
+      ab_expert_ffn_backward_args args = alone.backward_args();
+      args.dx_rows = args.lora_v_in = args.d_lora_a_in = args.d_lora_b_out = nullptr;
+      Network::backward_on_gpu(args);
+      EXPECT_TRUE(alone.factors[1]->gradient.is(paired.factors[1]->gradient)) << "d_lora_b_in";
+      EXPECT_TRUE(alone.factors[2]->gradient.is(paired.factors[2]->gradient)) << "d_lora_a_out";
+    }
+  }
+}
+
+// A NaN of one expert's factor stays in the rows of its group.
+TEST_F(LoraCuda, LargeGroupsKeepNanApart) {
+  FfnCase c{{300, 70, 0, 129}, 520, 264, 328, 2, 250, 2, AB_BFLOAT16};
+  LoraNetwork net({.c = c, .r = 16, .q = 16});
+  for (const int factor : {1, 2}) {
+    net.factors[factor]->values.set(0, std::numeric_limits<float>::quiet_NaN());  // of expert 0
+  }
+  net.on_gpu();
+  for (int64_t row = 0; row < c.R; ++row) {
+    if (row < 300 && net.net.slot_of(row) >= 0) continue;
+    for (int64_t i = 0; i < net.l.r; ++i) ASSERT_FALSE(std::isnan(net.v_in.get(row * net.l.r + i))) << row;
   }
 }
 
@@ -424,6 +491,22 @@ TEST_F(LoraFp8Cuda, EveryOptionMatchesTheCpu) {
 }
 
 // One projection or both; ranks below and above a k-block, and ranks that are no multiple of 8.
+TEST_F(LoraFp8Cuda, CopiesOfFactors) {
+  for (const int layout : {0, 2, 3}) {
+    LoraCase l = fp8_case(AB_BFLOAT16);
+    l.c.layout = layout;
+    l.dtype = AB_FLOAT32;
+    const LoraNetwork without(l);
+    without.on_gpu();
+    for (l.copies = 1; l.copies <= 4; ++l.copies) {
+      SCOPED_TRACE(::testing::Message() << l);
+      const LoraNetwork with(l);
+      with.on_gpu();
+      with.expect_same_bits(without);
+    }
+  }
+}
+
 TEST_F(LoraFp8Cuda, AnyRank) {
   unsigned seed = 0;
   for (const auto& [r, q] : {std::pair<int64_t, int64_t>{64, 72}, {128, 0}, {0, 40}, {4, 70}, {13, 0}, {0, 5}}) {

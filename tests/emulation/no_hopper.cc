@@ -15,6 +15,7 @@ const char* unsupported_reason(const Up&) { return kReason; }
 const char* unsupported_reason(const RowsProduct&) { return kReason; }
 const char* unsupported_reason(const IntermediateGradient&) { return kReason; }
 const char* unsupported_reason(const WeightGradient&) { return kReason; }
+const char* unsupported_reason(const FactorPair&) { return kReason; }
 TileChoice choose_tile(const Up&, int) { return {}; }
 TileChoice choose_tile(const RowsProduct&, int) { return {}; }
 TileChoice choose_tile(const IntermediateGradient&, int) { return {}; }
@@ -24,6 +25,7 @@ ab_status launch_gemm(const Up&, TileChoice, int, cudaStream_t) { return refused
 ab_status launch_gemm(const RowsProduct&, TileChoice, int, cudaStream_t) { return refused(); }
 ab_status launch_gemm(const IntermediateGradient&, TileChoice, int, cudaStream_t) { return refused(); }
 ab_status launch_gemm(const WeightGradient&, TileChoice, void*, int, cudaStream_t) { return refused(); }
+ab_status launch_gemm(const FactorPair&, void*, int, cudaStream_t) { return refused(); }
 
 const char* unsupported_reason(const Fp8Up&) { return kReason; }
 const char* unsupported_reason(const Fp8RowsProduct&) { return kReason; }

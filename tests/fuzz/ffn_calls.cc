@@ -121,6 +121,17 @@ void add_gradient(const char* name, const ab_tensor** field, Random& random, con
   };
 }
 
+// A copy of a factor in one of the orders of experts.h, which has undefined elements for experts without rows.
+void add_copy(const char* name, const ab_tensor** field, Random& random, const ab_tensor* factor, int32_t dtype,
+              Call* call) {
+  static constexpr int32_t kHasUndefined = 1;
+  Operand& copy = call->output(name, field, dtype, Shape(factor->shape, factor->shape + factor->rank));
+  copy.skips = &kHasUndefined;
+  set_order(factor->rank == 4 ? random.one_of<Shape>({{0, 1, 2, 3}, {0, 2, 3, 1}, {0, 1, 3, 2}, {0, 3, 2, 1}})
+                              : random.one_of<Shape>({{0, 1, 2}, {0, 2, 1}}),
+            &copy);
+}
+
 }  // namespace
 
 void make_expert_ffn_forward(const Operation& operation, Random& random, Call* call) {
@@ -148,6 +159,14 @@ void make_expert_ffn_forward(const Operation& operation, Random& random, Call* c
   const Ranks ranks = add_adapters(s, adapters, dtype, args, call);
   if (ranks.in > 0 && adapters.chance(0.5)) call->output(ARGUMENT(lora_u), dtype, {s.R, ranks.in});
   if (ranks.out > 0 && (without_y || adapters.chance(0.5))) call->output(ARGUMENT(lora_z), dtype, {s.R, ranks.out});
+  if (ranks.in > 0 && adapters.chance(0.3)) {
+    add_copy(ARGUMENT(lora_a_in_copy), adapters, args->lora_a_in, dtype, call);
+    add_copy(ARGUMENT(lora_b_in_copy), adapters, args->lora_b_in, dtype, call);
+  }
+  if (ranks.out > 0 && adapters.chance(0.3)) {
+    add_copy(ARGUMENT(lora_a_out_copy), adapters, args->lora_a_out, dtype, call);
+    add_copy(ARGUMENT(lora_b_out_copy), adapters, args->lora_b_out, dtype, call);
+  }
   call->options.push_back({"weight_early", &args->weight_early});
 }
 

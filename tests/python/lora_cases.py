@@ -35,6 +35,30 @@ CASES = {
     ),
     "bfloat16": (dict(w_in_layout="pfd", w_out_layout="df"), (16, 5), ("b_in",), ("in", "out"), "bfloat16", "bfloat16"),
     "bfloat16 with float32 factors": (dict(weight_early=True), (4, 9), (), ("in", "out"), "bfloat16", "float32"),
+    "bfloat16 with float32 factors, transposed weights": (
+        dict(w_in_layout="pfd", w_out_layout="df"),
+        (8, 3),
+        ("a_out",),
+        ("in", "out"),
+        "bfloat16",
+        "float32",
+    ),
+    "bfloat16 with float32 factors, interleaved": (
+        dict(w_in_layout="fpd"),
+        (5, 16),
+        ("b_in",),
+        ("in", "out"),
+        "bfloat16",
+        "float32",
+    ),
+    "bfloat16 with float32 factors of w_out": (
+        dict(w_in_layout="dfp"),
+        (1, 6),
+        (),
+        ("out",),
+        "bfloat16",
+        "float32",
+    ),
 }
 SCALES = (0.7, -1.3)
 

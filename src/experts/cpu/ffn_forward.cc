@@ -98,6 +98,10 @@ struct Forward {
   }
 
   void fill_factors() {
+    copy_factor(threads, args.lora_a_in, args.lora_a_in_copy, args.group_sizes);
+    copy_factor(threads, args.lora_b_in, args.lora_b_in_copy, args.group_sizes);
+    copy_factor(threads, args.lora_a_out, args.lora_a_out_copy, args.group_sizes);
+    copy_factor(threads, args.lora_b_out, args.lora_b_out_copy, args.group_sizes);
     for (const Factor* factor : {&lora_a_in, &lora_b_in, &lora_a_out, &lora_b_out})
       factor->fill(threads, args.group_sizes);
   }

@@ -21,14 +21,21 @@ int64_t columns_of(const ab_tensor& factor) {
   return factor.rank == 4 ? factor.shape[2] * factor.shape[3] : factor.shape[2];
 }
 
-// Copies columns [P, F] from their strides, P inside F if interleaved.
+// Columns [P, F] of a row.
+template <class T>
+struct Columns {
+  T* data;
+  int64_t p_stride;
+  int64_t f_stride;
+};
+
 template <class From, class To>
-void copy_columns(const From* from, int64_t P, int64_t p_stride, int64_t F, int64_t f_stride, bool interleaved,
-                  To* to) {
+void copy_columns(Columns<const From> from, int64_t P, int64_t F, Columns<To> to) {
   for (int64_t p = 0; p < P; ++p) {
-    To* part = to + (interleaved ? p : p * F);
-    const int64_t step = interleaved ? P : 1;
-    for (int64_t f = 0; f < F; ++f) part[f * step] = from_float<To>(to_float(from[p * p_stride + f * f_stride]));
+    for (int64_t f = 0; f < F; ++f) {
+      const float value = to_float(from.data[p * from.p_stride + f * from.f_stride]);
+      to.data[p * to.p_stride + f * to.f_stride] = from_float<To>(value);
+    }
   }
 }
 
@@ -61,8 +68,32 @@ void Factor::fill(int threads, const ab_tensor* group_sizes) const {
     const int64_t offset = row / rows * stride_of(*from_, 0) + row % rows * stride_of(*from_, row_axis);
     with_float_type(from_->dtype, [&]<class From>(From) {
       with_float_type(dtype_, [&]<class To>(To) {
-        copy_columns(data<const From>(from_) + offset, P, stride_of(*from_, 2), F, stride_of(*from_, column_axis),
-                     interleaved_, static_cast<To*>(data_) + row * P * F);
+        const Columns<const From> from{data<const From>(from_) + offset, stride_of(*from_, 2),
+                                       stride_of(*from_, column_axis)};
+        To* const to = static_cast<To*>(data_) + row * P * F;
+        copy_columns(from, P, F, interleaved_ ? Columns<To>{to, 1, P} : Columns<To>{to, F, 1});
+      });
+    });
+  });
+}
+
+void copy_factor(int threads, const ab_tensor* factor, const ab_tensor* copy, const ab_tensor* group_sizes) {
+  if (copy == nullptr) return;
+  const int64_t M = factor->shape[1];
+  const bool has_parts = factor->rank == 4;
+  const int32_t last = factor->rank - 1;
+  const auto* const sizes = factor->shape[0] == group_sizes->shape[0] ? data<const int32_t>(group_sizes) : nullptr;
+  parallel_for(threads, factor->shape[0] * M, [&](int64_t row, int) {
+    if (sizes != nullptr && sizes[row / M] <= 0) return;
+    const auto columns_of_row = [&]<class T>(T, const ab_tensor* tensor) {
+      const int64_t offset = row / M * stride_of(*tensor, 0) + row % M * stride_of(*tensor, 1);
+      return Columns<T>{data<T>(tensor) + offset, has_parts ? stride_of(*tensor, 2) : 0, stride_of(*tensor, last)};
+    };
+    with_float_type(factor->dtype, [&]<class From>(From) {
+      with_float_type(copy->dtype, [&]<class To>(To) {
+        const Columns<From> from = columns_of_row(From{}, factor);
+        copy_columns(Columns<const From>{from.data, from.p_stride, from.f_stride}, has_parts ? factor->shape[2] : 1,
+                     factor->shape[last], columns_of_row(To{}, copy));
       });
     });
   });

@@ -36,6 +36,10 @@ class Factor {
   bool is_transposed_ = false;  // data_ is [N, M]
 };
 
+// Copies a factor [E or 1, M, N] or [E or 1, M, P, F] to a tensor of the caller; nullptr: no copy. group_sizes [E]:
+// factors of experts without rows are not copied.
+void copy_factor(int threads, const ab_tensor* factor, const ab_tensor* copy, const ab_tensor* group_sizes);
+
 // u = factor x op(A[e]), rounded to the dtype of u. x [R, D], u [R, rank].
 void multiply_low_rank(Products& products, int threads, const GroupedRows& rows, const Matrix& x, int64_t D,
                        const ExpertMatrices& a, float factor, const Matrix& u, int64_t rank);

@@ -248,8 +248,7 @@ struct Backward {
     if (args.d_b_in != nullptr) {
       AB_RETURN_IF_ERROR(compute_bias_gradient(in_bias(), scratch, multiprocessors, stream));
     }
-    AB_RETURN_IF_ERROR(lora.compute_v_in(rows(), device, stream));
-    AB_RETURN_IF_ERROR(lora.compute_gradients(rows(), device, stream));
+    AB_RETURN_IF_ERROR(lora.compute_v_in_and_gradients(rows(), device, stream));
     if (args.dx_rows == nullptr) return ok();
     return fp8 ? compute_inputs_fp8(device, stream) : compute_rows_product(inputs(), device, stream);
   }

@@ -42,11 +42,11 @@ struct Forward {
         workspace(memory),
         fp8(is_fp8(args)),
         a(take_a()),
-        lora_a_in(workspace, args.lora_a_in, s.dtype, s.E, FactorOrder::free_columns),
-        lora_b_in(workspace, args.lora_b_in, s.dtype, s.E, order_like(s.layout.in_transposed || fp8),
-                  s.layout.interleaved && !fp8),
-        lora_a_out(workspace, args.lora_a_out, s.dtype, s.E, FactorOrder::free_columns),
-        lora_b_out(workspace, args.y == nullptr ? nullptr : args.lora_b_out, s.dtype, s.E,
+        lora_a_in(workspace, read(args.lora_a_in, args.lora_a_in_copy), s.dtype, s.E, FactorOrder::free_columns),
+        lora_b_in(workspace, read(args.lora_b_in, args.lora_b_in_copy), s.dtype, s.E,
+                  order_like(s.layout.in_transposed || fp8), s.layout.interleaved && !fp8),
+        lora_a_out(workspace, read(args.lora_a_out, args.lora_a_out_copy), s.dtype, s.E, FactorOrder::free_columns),
+        lora_b_out(workspace, args.y == nullptr ? nullptr : read(args.lora_b_out, args.lora_b_out_copy), s.dtype, s.E,
                    order_like(s.layout.out_transposed || fp8)),
         lora_u(take_low_rank_rows(workspace, args.lora_u, s.rank_in > 0, s.R, s.rank_in, s.dtype)),
         lora_z(take_low_rank_rows(workspace, args.lora_z, s.rank_out > 0, s.R, s.rank_out, s.dtype)),
@@ -65,6 +65,11 @@ struct Forward {
     if (args.y == nullptr) return;
     w_out = Fp8WeightOperand(workspace, args.w_out, args.w_out_q, args.w_out_scales, sizes_of_w_out(s), false,
                              power_of_two);
+  }
+
+  // The GEMMs read the caller's copy of a factor, if there is one.
+  static const ab_tensor* read(const ab_tensor* factor, const ab_tensor* copy) {
+    return copy == nullptr ? factor : copy;
   }
 
   const int32_t* group_sizes() const { return data<const int32_t>(args.group_sizes); }
@@ -91,6 +96,11 @@ struct Forward {
   }
 
   ab_status fill_factors(const Device& device, cudaStream_t stream) const {
+    AB_RETURN_IF_ERROR(copy_factors({{args.lora_a_in, args.lora_a_in_copy},
+                                     {args.lora_b_in, args.lora_b_in_copy},
+                                     {args.lora_a_out, args.lora_a_out_copy},
+                                     {args.lora_b_out, args.lora_b_out_copy}},
+                                    s.E, group_sizes(), device, stream));
     return fill({&lora_a_in, &lora_b_in, &lora_a_out, &lora_b_out}, group_sizes(), device, stream);
   }
 

@@ -78,6 +78,20 @@ void Factor::add_copy(const int32_t* group_sizes, std::vector<StridedCopy>* copi
   copies->push_back(packed);
 }
 
+ab_status copy_factors(std::initializer_list<FactorCopy> factors, int64_t E, const int32_t* group_sizes,
+                       const Device& device, cudaStream_t stream) {
+  std::vector<StridedCopy> copies;
+  for (const auto& [from, to] : factors) {
+    if (to == nullptr) continue;
+    StridedCopy& whole = copies.emplace_back(StridedCopy{.from = Floats(from), .to = Floats(to)});
+    std::copy_n(Axes(*from).shape, 4, whole.shape);
+    std::copy_n(Axes(*from).strides, 4, whole.from_strides);
+    std::copy_n(Axes(*to).strides, 4, whole.to_strides);
+    if (from->shape[0] == E) whole.group_sizes = group_sizes;
+  }
+  return copy(copies, device.multiprocessors, stream);
+}
+
 ab_status fill(std::initializer_list<const Factor*> factors, const int32_t* group_sizes, const Device& device,
                cudaStream_t stream) {
   std::vector<StridedCopy> copies;

@@ -50,6 +50,15 @@ class Factor {
   bool interleaved_ = false;
 };
 
+// Copies each factor to a tensor of the caller, if there is one. Factors of experts without rows are not copied.
+// group_sizes: [E], on the device.
+struct FactorCopy {
+  const ab_tensor* from;
+  const ab_tensor* to;  // nullptr: no copy
+};
+ab_status copy_factors(std::initializer_list<FactorCopy> factors, int64_t E, const int32_t* group_sizes,
+                       const Device& device, cudaStream_t stream);
+
 // Makes the copies of factors. group_sizes: [E], on the device.
 ab_status fill(std::initializer_list<const Factor*> factors, const int32_t* group_sizes, const Device& device,
                cudaStream_t stream);

@@ -53,7 +53,9 @@ LoraBackward::LoraBackward(Workspace& workspace, const Args& args, const FfnSize
       out_(workspace, v_out_, a_out_, {s.R, s.E}, s.F, args.h == nullptr ? 0 : s.rank_out, s.dtype, is_fp8(args)),
       d_b_in_(args.d_lora_b_in == nullptr || !s.layout.interleaved
                   ? nullptr
-                  : workspace.take_rows(args.d_lora_b_in->shape[0] * s.rank_in, s.P * s.F, AB_FLOAT32)) {}
+                  : workspace.take_rows(args.d_lora_b_in->shape[0] * s.rank_in, s.P * s.F, AB_FLOAT32)),
+      parts_(workspace.take_bytes(std::max(pairs_in() ? pair_bytes(s.R, s.P * s.F, s.rank_in) : 0,
+                                           pairs_out() ? pair_bytes(s.R, s.F, s.rank_out) : 0))) {}
 
 ab_status LoraBackward::fill(const Device& device, cudaStream_t stream) const {
   return cuda::fill({&a_in_, &b_in_, &a_out_, &b_out_}, data<const int32_t>(args_.group_sizes), device, stream);
@@ -83,16 +85,36 @@ ab_status LoraBackward::compute_v_out(const Rows& rows, const Device& device, cu
 }
 
 // v_in = scale_in dh B_in^T
-ab_status LoraBackward::compute_v_in(const Rows& rows, const Device& device, cudaStream_t stream) const {
-  if (!computes_v_in(args_, s_)) return in_.fill(device, stream);
+RowsProduct LoraBackward::v_in(const Rows& rows) const {
   const LowRankRows v_in{.x = rows.dh.data,
                          .D = s_.P * s_.F,
                          .transposed = true,
                          .scale = args_.lora_scale_in,
                          .u = v_in_,
                          .rank = s_.rank_in};
-  AB_RETURN_IF_ERROR(compute_rows_product(product_of(v_in, b_in_, thin(rows)), device, stream));
-  return in_.fill(device, stream);
+  return product_of(v_in, b_in_, thin(rows));
+}
+
+RowsProduct LoraBackward::u(const Rows& rows) const {
+  const LowRankRows u{
+      .x = args_.x->data, .gathers_x = true, .D = s_.D, .scale = args_.lora_scale_in, .u = u_, .rank = s_.rank_in};
+  return product_of(u, a_in_, thin(rows));
+}
+
+// z = scale_out (w a) A_out
+RowsProduct LoraBackward::z(const Rows& rows) const {
+  const LowRankRows z{
+      .x = rows.weighted_a.data, .D = s_.F, .scale = args_.lora_scale_out, .u = z_, .rank = s_.rank_out};
+  return product_of(z, a_out_, thin(rows));
+}
+
+bool LoraBackward::pairs_in() const {
+  return args_.d_lora_b_in != nullptr && computes_v_in(args_, s_) && !is_shared(*args_.d_lora_b_in) &&
+         may_pair(s_.R, s_.E, s_.P * s_.F, s_.rank_in, s_.dtype);
+}
+bool LoraBackward::pairs_out() const {
+  return args_.d_lora_a_out != nullptr && computes_z(args_) && !is_shared(*args_.d_lora_a_out) &&
+         may_pair(s_.R, s_.E, s_.F, s_.rank_out, s_.dtype);
 }
 
 size_t LoraBackward::scratch_bytes() const {
@@ -130,17 +152,30 @@ class Gradients {
       : scratch_(scratch), device_(device), stream_(stream) {}
 
   ab_status compute(WeightGradient gradient) {
-    const int64_t matrices = gradient.shared ? 1 : gradient.E;
-    if (matrices * gradient.D * gradient.N == 0) return ok();
-    const SegmentBounds bounds = bound_segments(gradient.R, gradient.E, gradient.D, gradient.N);
-    const bool same = !gradient.shared && next_use_ > 0 && bounds.rows == rows_ && next_use_ < kSegmentUses;
-    gradient.segment_use = same ? next_use_ : 0;
-    next_use_ = gradient.shared ? 0 : gradient.segment_use + 1;
-    rows_ = bounds.rows;
+    if (is_empty(gradient)) return ok();
+    find_segments(&gradient);
     return compute_weight_gradient(gradient, scratch_, device_, stream_);
+  }
+  ab_status compute(FactorPair pair) {
+    if (is_empty(pair.gradient)) return compute_rows_product(pair.rows, device_, stream_);
+    find_segments(&pair.gradient);
+    return compute_factor_pair(pair, scratch_, device_, stream_);
   }
 
  private:
+  static bool is_empty(const WeightGradient& gradient) {
+    return (gradient.shared ? 1 : gradient.E) * gradient.D * gradient.N == 0;
+  }
+
+  // Sets the use of the list of segments.
+  void find_segments(WeightGradient* gradient) {
+    const SegmentBounds bounds = bound_segments(gradient->R, gradient->E, gradient->D, gradient->N);
+    const bool same = !gradient->shared && next_use_ > 0 && bounds.rows == rows_ && next_use_ < kSegmentUses;
+    gradient->segment_use = same ? next_use_ : 0;
+    next_use_ = gradient->shared ? 0 : gradient->segment_use + 1;
+    rows_ = bounds.rows;
+  }
+
   void* scratch_;
   const Device& device_;
   cudaStream_t stream_;
@@ -150,47 +185,60 @@ class Gradients {
 
 }  // namespace
 
-// dA_out = (w a)^T v_out;  dB_out = z^T d_y;  dA_in = x^T v_in;  dB_in = u^T dh.
-ab_status LoraBackward::compute_gradients(const Rows& rows, const Device& device, cudaStream_t stream) const {
-  Gradients gradients(rows.scratch, device, stream);
-  const auto low_rank = [&](void* low_rank_rows) { return Floats(low_rank_rows, s_.dtype); };
-  if (args_.d_lora_a_out != nullptr) {
-    AB_RETURN_IF_ERROR(
-        gradients.compute(gradient(rows, rows.weighted_a, s_.F, low_rank(v_out_), s_.rank_out, *args_.d_lora_a_out)));
-  }
-  if (args_.d_lora_b_out != nullptr) {
-    const LowRankRows z{
-        .x = rows.weighted_a.data, .D = s_.F, .scale = args_.lora_scale_out, .u = z_, .rank = s_.rank_out};
-    AB_RETURN_IF_ERROR(compute_rows_product(product_of(z, a_out_, thin(rows)), device, stream));
-    WeightGradient d_b_out = gradient(rows, low_rank(z_), s_.rank_out, rows.d_out, s_.D, *args_.d_lora_b_out);
-    d_b_out.gathers_d_y = true;
-    AB_RETURN_IF_ERROR(gradients.compute(d_b_out));
-  }
-  if (args_.d_lora_a_in != nullptr) {
-    WeightGradient d_a_in = gradient(rows, Floats(args_.x), s_.D, low_rank(v_in_), s_.rank_in, *args_.d_lora_a_in);
-    d_a_in.gathers_x = true;
-    AB_RETURN_IF_ERROR(gradients.compute(d_a_in));
-  }
-  if (args_.d_lora_b_in == nullptr) return ok();
-  if (computes_u(args_)) {
-    const LowRankRows u{
-        .x = args_.x->data, .gathers_x = true, .D = s_.D, .scale = args_.lora_scale_in, .u = u_, .rank = s_.rank_in};
-    AB_RETURN_IF_ERROR(compute_rows_product(product_of(u, a_in_, thin(rows)), device, stream));
-  }
-  WeightGradient d_b_in = gradient(rows, low_rank(u_), s_.rank_in, rows.dh, s_.P * s_.F, *args_.d_lora_b_in);
-  if (d_b_in_ == nullptr) return gradients.compute(d_b_in);
-  d_b_in.d_w = Floats(d_b_in_, AB_FLOAT32);
-  d_b_in.accumulates = false;
-  AB_RETURN_IF_ERROR(gradients.compute(d_b_in));
-  // From [r, F, P] to [r, P, F].
+// dB_in = u^T dh
+WeightGradient LoraBackward::d_b_in(const Rows& rows) const {
+  const Floats u(u_, s_.dtype);
+  WeightGradient gradient = this->gradient(rows, u, s_.rank_in, rows.dh, s_.P * s_.F, *args_.d_lora_b_in);
+  if (d_b_in_ == nullptr) return gradient;
+  gradient.d_w = Floats(d_b_in_, AB_FLOAT32);
+  gradient.accumulates = false;
+  return gradient;
+}
+
+ab_status LoraBackward::reorder_d_b_in(const Device& device, cudaStream_t stream) const {
   const int64_t matrices = args_.d_lora_b_in->shape[0];
-  const StridedCopy ordered{.from = d_b_in.d_w,
+  const StridedCopy ordered{.from = {d_b_in_, AB_FLOAT32},
                             .to = Floats(args_.d_lora_b_in),
                             .shape = {matrices, s_.rank_in, s_.P, s_.F},
                             .from_strides = {s_.rank_in * s_.P * s_.F, s_.P * s_.F, 1, s_.P},
                             .to_strides = {s_.rank_in * s_.P * s_.F, s_.P * s_.F, s_.F, 1},
                             .adds = args_.accumulate != 0};
   return copy({&ordered, 1}, device.multiprocessors, stream);
+}
+
+ab_status LoraBackward::compute_v_in_and_gradients(const Rows& rows, const Device& device, cudaStream_t stream) const {
+  Gradients gradients(rows.scratch, device, stream);
+  const auto low_rank = [&](void* low_rank_rows) { return Floats(low_rank_rows, s_.dtype); };
+  auto* const parts = static_cast<float*>(parts_);
+  if (computes_u(args_)) AB_RETURN_IF_ERROR(compute_rows_product(u(rows), device, stream));
+  if (pairs_in()) {
+    AB_RETURN_IF_ERROR(gradients.compute(FactorPair{v_in(rows), d_b_in(rows), parts}));
+  } else {
+    if (computes_v_in(args_, s_)) AB_RETURN_IF_ERROR(compute_rows_product(v_in(rows), device, stream));
+    if (args_.d_lora_b_in != nullptr) AB_RETURN_IF_ERROR(gradients.compute(d_b_in(rows)));
+  }
+  if (d_b_in_ != nullptr) AB_RETURN_IF_ERROR(reorder_d_b_in(device, stream));
+  AB_RETURN_IF_ERROR(in_.fill(device, stream));
+  if (args_.d_lora_a_in != nullptr) {  // x^T v_in
+    WeightGradient d_a_in = gradient(rows, Floats(args_.x), s_.D, low_rank(v_in_), s_.rank_in, *args_.d_lora_a_in);
+    d_a_in.gathers_x = true;
+    AB_RETURN_IF_ERROR(gradients.compute(d_a_in));
+  }
+  // dA_out = (w a)^T v_out
+  const auto d_a_out = [&] {
+    return gradient(rows, rows.weighted_a, s_.F, low_rank(v_out_), s_.rank_out, *args_.d_lora_a_out);
+  };
+  if (pairs_out()) {
+    AB_RETURN_IF_ERROR(gradients.compute(FactorPair{z(rows), d_a_out(), parts}));
+  } else {
+    if (args_.d_lora_a_out != nullptr) AB_RETURN_IF_ERROR(gradients.compute(d_a_out()));
+    if (computes_z(args_)) AB_RETURN_IF_ERROR(compute_rows_product(z(rows), device, stream));
+  }
+  if (args_.d_lora_b_out == nullptr) return ok();
+  // z^T d_y
+  WeightGradient d_b_out = gradient(rows, low_rank(z_), s_.rank_out, rows.d_out, s_.D, *args_.d_lora_b_out);
+  d_b_out.gathers_d_y = true;
+  return gradients.compute(d_b_out);
 }
 
 }  // namespace anabranch::cuda

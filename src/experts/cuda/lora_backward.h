@@ -27,8 +27,7 @@ class LoraBackward {
   // and the gradients of the factors.
   ab_status fill(const Device& device, cudaStream_t stream) const;
   ab_status compute_v_out(const Rows& rows, const Device& device, cudaStream_t stream) const;
-  ab_status compute_v_in(const Rows& rows, const Device& device, cudaStream_t stream) const;
-  ab_status compute_gradients(const Rows& rows, const Device& device, cudaStream_t stream) const;
+  ab_status compute_v_in_and_gradients(const Rows& rows, const Device& device, cudaStream_t stream) const;
 
   size_t scratch_bytes() const;
 
@@ -40,6 +39,15 @@ class LoraBackward {
   // What the GEMMs with one factor have in common.
   RowsProduct thin(const Rows& rows) const;
   bool is_shared(const ab_tensor& gradient) const { return gradient.shape[0] != s_.E; }
+  RowsProduct u(const Rows& rows) const;
+  RowsProduct v_in(const Rows& rows) const;
+  RowsProduct z(const Rows& rows) const;
+  WeightGradient d_b_in(const Rows& rows) const;
+  // From [r, F, P] to [r, P, F].
+  ab_status reorder_d_b_in(const Device& device, cudaStream_t stream) const;
+  // Whether v_in and dB_in, or z and dA_out, are computed together.
+  bool pairs_in() const;
+  bool pairs_out() const;
   // The gradient x^T d_y of a factor [D, N].
   WeightGradient gradient(const Rows& rows, Floats x, int64_t D, Floats d_y, int64_t N,
                           const ab_tensor& d_factor) const;
@@ -57,6 +65,7 @@ class LoraBackward {
   LowRankTerm in_;
   LowRankTerm out_;
   void* d_b_in_;  // float32 [E or 1, r, F, P] if gate and up alternate in dh
+  void* parts_;   // of v_in or z, if they are computed in parts
 };
 
 // Whether an adapter reads dh.

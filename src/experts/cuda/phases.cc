@@ -3,6 +3,7 @@
 #include "experts/cuda/clear_padding.h"
 #include "experts/cuda/ops/workspace_sizes.h"
 #include "experts/cuda/path.h"
+#include "experts/cuda/sum_parts.h"
 #include "experts/cuda/total_rows.h"
 #include "experts/few_rows/products.h"
 #include "experts/hopper/fp8_products.h"
@@ -71,6 +72,15 @@ ab_status compute_weight_gradient(const WeightGradient& g, void* workspace, cons
   if (choose_path(g, device).path == Path::portable)
     return portable::launch_gemm(g, workspace, multiprocessors, stream);
   return hopper::launch_gemm(g, hopper::choose_tile(g, multiprocessors), workspace, multiprocessors, stream);
+}
+
+ab_status compute_factor_pair(const FactorPair& pair, void* workspace, const Device& device, cudaStream_t stream) {
+  if (few_rows::supports(pair.rows) || choose_path(pair, device).path == Path::portable) {
+    AB_RETURN_IF_ERROR(compute_rows_product(pair.rows, device, stream));
+    return compute_weight_gradient(pair.gradient, workspace, device, stream);
+  }
+  AB_RETURN_IF_ERROR(hopper::launch_gemm(pair, workspace, device.multiprocessors, stream));
+  return sum_parts(pair.rows, pair.parts, pair_parts(pair.rows.D), device.multiprocessors, stream);
 }
 
 ab_status compute_up(const Fp8Up& up, const Device& device, cudaStream_t stream) {

@@ -7,6 +7,7 @@
 
 #include "anabranch/types.h"
 #include "core/cuda/device.h"
+#include "experts/cuda/ops/factor_pair.h"
 #include "experts/cuda/ops/fp8.h"
 #include "experts/cuda/ops/intermediate_gradient.h"
 #include "experts/cuda/ops/rows_product.h"
@@ -27,6 +28,9 @@ int64_t dot_parts(const IntermediateGradient& gradient, const Device& device);
 // bytes.
 ab_status compute_weight_gradient(const WeightGradient& gradient, void* workspace, const Device& device,
                                   cudaStream_t stream);
+
+// In one kernel where there is one, else in two. workspace: that of the gradient.
+ab_status compute_factor_pair(const FactorPair& pair, void* workspace, const Device& device, cudaStream_t stream);
 
 // FP8 (e4m3) phases. They return AB_UNSUPPORTED if Hopper's FP8 kernels cannot run.
 ab_status compute_up(const Fp8Up& up, const Device& device, cudaStream_t stream);

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "core/major.h"
+#include "experts/cuda/ops/factor_pair.h"
 #include "experts/cuda/ops/fp8.h"
 #include "experts/cuda/ops/tiles/segments.h"
 #include "experts/hopper/gate_up_layout.h"
@@ -45,5 +46,12 @@ enum class Gathered { nothing, x, d_y };
 template <Gathered kGathered>
 ab_status launch_weight_gradient(const WeightGradient& gradient, TileChoice tile, const SegmentBounds& bounds,
                                  const SegmentList& list, int multiprocessors, cudaStream_t stream);
+
+// The operand of the gradient whose rows the thin GEMM of a FactorPair reads, too. kMajorFactor: of the factor in the
+// thin GEMM, as for launch_thin_product.
+enum class Paired { x, d_y };
+template <Paired kPaired, Major kMajorFactor>
+ab_status launch_factor_pair(const FactorPair& pair, const SegmentBounds& bounds, const SegmentList& list,
+                             int multiprocessors, cudaStream_t stream);
 
 }  // namespace anabranch::cuda::hopper

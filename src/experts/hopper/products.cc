@@ -56,6 +56,11 @@ const char* unsupported_reason(const WeightGradient& g) {
   return gathers ? nullptr : kNotGathered;
 }
 
+const char* unsupported_reason(const FactorPair& pair) {
+  const char* const reason = unsupported_reason(pair.rows);
+  return reason != nullptr ? reason : unsupported_reason(pair.gradient);
+}
+
 TileChoice choose_tile(const Up& up, int multiprocessors) {
   const FfnSizes& s = up.s;
   return choose_fused_tile(s.R, s.E, s.P * s.F, s.D, multiprocessors).choice;
@@ -120,6 +125,19 @@ ab_status launch_gemm(const WeightGradient& g, TileChoice tile, void* workspace,
   return sum_in_segments(g, workspace, multiprocessors, stream,
                          [&](const SegmentBounds& bounds, const SegmentList& list) {
                            return launch(g, tile, bounds, list, multiprocessors, stream);
+                         });
+}
+
+ab_status launch_gemm(const FactorPair& pair, void* workspace, int multiprocessors, cudaStream_t stream) {
+  const WeightGradient& g = pair.gradient;
+  const auto with_rows = [&]<Paired kPaired>() {
+    return pair.rows.transposed ? launch_factor_pair<kPaired, Major::k> : launch_factor_pair<kPaired, Major::mn>;
+  };
+  const auto launch = pair.rows.x == g.x.data ? with_rows.template operator()<Paired::x>()
+                                              : with_rows.template operator()<Paired::d_y>();
+  return sum_in_segments(g, workspace, multiprocessors, stream,
+                         [&](const SegmentBounds& bounds, const SegmentList& list) {
+                           return launch(pair, bounds, list, multiprocessors, stream);
                          });
 }
 

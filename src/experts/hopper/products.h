@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include "anabranch/types.h"
+#include "experts/cuda/ops/factor_pair.h"
 #include "experts/cuda/ops/intermediate_gradient.h"
 #include "experts/cuda/ops/rows_product.h"
 #include "experts/cuda/ops/up.h"
@@ -19,6 +20,7 @@ const char* unsupported_reason(const Up& up);
 const char* unsupported_reason(const RowsProduct& product);
 const char* unsupported_reason(const IntermediateGradient& gradient);
 const char* unsupported_reason(const WeightGradient& gradient);
+const char* unsupported_reason(const FactorPair& pair);
 
 // Returns the tile that tile_choice.h selects.
 TileChoice choose_tile(const Up& up, int multiprocessors);
@@ -37,5 +39,7 @@ ab_status launch_gemm(const IntermediateGradient& gradient, TileChoice tile, int
 // workspace: weight_gradient_bytes() bytes.
 ab_status launch_gemm(const WeightGradient& gradient, TileChoice tile, void* workspace, int multiprocessors,
                       cudaStream_t stream);
+// Without the sum of the parts. workspace: that of the gradient.
+ab_status launch_gemm(const FactorPair& pair, void* workspace, int multiprocessors, cudaStream_t stream);
 
 }  // namespace anabranch::cuda::hopper

@@ -30,6 +30,21 @@ ab_status prepare_operand(const char*, const Floats& rows, const RowMap& map, in
   return ok();
 }
 
+template <class Element>
+ab_status prepare_epilogue(const WeightGradient& g, const SegmentBounds& bounds, const SegmentList& list,
+                           WeightGradientEpilogue<Element>* out) {
+  out->columns = static_cast<int32_t>(g.N);
+  out->d_w_is_float = g.d_w.dtype == AB_FLOAT32;
+  out->accumulates = g.accumulates;
+  AB_RETURN_IF_ERROR(make_matrices_map("d_w", g.d_w.data, g.d_w.dtype, g.E, g.D, g.N,
+                                       out->d_w_is_float ? kSubtileColumns<float> : kSubtileColumns<Element>,
+                                       kSubtileRows, &out->map));
+  out->partials = out->map;
+  if (bounds.partials == 0) return ok();
+  return make_matrices_map("partial sums", list.partials, AB_FLOAT32, bounds.partials, g.D, g.N,
+                           kSubtileColumns<float>, kSubtileRows, &out->partials);
+}
+
 template <class Shape, class Element, Gathered kGathered>
 ab_status launch_weight_gradient(const WeightGradient& g, const SegmentBounds& bounds, const SegmentList& list,
                                  int multiprocessors, cudaStream_t stream) {
@@ -40,18 +55,7 @@ ab_status launch_weight_gradient(const WeightGradient& g, const SegmentBounds& b
   const auto with_memory = [&](const Floats& m) { return m.data == nullptr ? Floats(g.d_w.data, m.dtype) : m; };
   AB_RETURN_IF_ERROR(prepare_operand("x", with_memory(g.x), g.map, g.D, &product.a));
   AB_RETURN_IF_ERROR(prepare_operand("d_y", with_memory(g.d_y), g.map, g.N, &product.b));
-  auto& out = product.epilogue;
-  out.columns = static_cast<int32_t>(g.N);
-  out.d_w_is_float = g.d_w.dtype == AB_FLOAT32;
-  out.accumulates = g.accumulates;
-  AB_RETURN_IF_ERROR(make_matrices_map("d_w", g.d_w.data, g.d_w.dtype, g.E, g.D, g.N,
-                                       out.d_w_is_float ? kSubtileColumns<float> : kSubtileColumns<Element>,
-                                       kSubtileRows, &out.map));
-  out.partials = out.map;
-  if (bounds.partials > 0) {
-    AB_RETURN_IF_ERROR(make_matrices_map("partial sums", list.partials, AB_FLOAT32, bounds.partials, g.D, g.N,
-                                         kSubtileColumns<float>, kSubtileRows, &out.partials));
-  }
+  AB_RETURN_IF_ERROR(prepare_epilogue(g, bounds, list, &product.epilogue));
   const auto row_tiles = static_cast<int32_t>(ceil_div(g.D, Shape::kRows));
   const auto column_tiles = static_cast<int32_t>(ceil_div(g.N, Shape::kColumns));
   product.tiles = {list, static_cast<int32_t>(g.D), row_tiles, column_tiles};

@@ -23,7 +23,7 @@ SHAPES = {
     "lora_a_out": (E, F, 3),
     "lora_b_out": (E, 3, D),
 }
-OF_DH = {"x", "w_in", "b_in", "lora_a_in", "lora_b_in"}
+OF_DH = {"x", "w_in", "b_in"}
 
 
 def of_moe(x, w_in, w_out, b_in, b_out, *lora, gate):

@@ -10,8 +10,10 @@ from anabranch.jax.ops.dispatch import gather_sum
 from anabranch.jax.ops.ffn import (
     DOWN,
     UP,
+    WITH_DH,
     FfnConfig,
     FfnOperands,
+    Saved,
     down_gradients,
     ffn_backward,
     ffn_backward_by_slot,
@@ -22,7 +24,7 @@ from anabranch.jax.ops.ffn import (
 )
 from anabranch.reference import dispatch
 
-WANTED = ("x", "weights", *UP, *DOWN)
+WANTED = ("x", "weights", *UP, *WITH_DH, *DOWN)
 
 pytestmark = pytest.mark.usefixtures("platform")
 
@@ -77,10 +79,11 @@ def test_fused_rules_have_the_bits_of_the_rules_on_rows(
     def by_slot(forward, operands, d_out):
         y, (h, u) = ffn_forward_by_slot(config, forward, save=True)
         first = dtype if w_out_comes_first else None
-        intermediate = ffn_backward_by_slot(config, operands, h.at[taken:].set(jnp.nan), d_out, WANTED, first)
+        undefined_h = Saved(h.at[taken:].set(jnp.nan), u)
+        intermediate = ffn_backward_by_slot(config, operands, undefined_h, d_out, WANTED, first)
         out = y.sum(row_of_slot, late, y.x.dtype)
         d_x = rows_gradient(config, operands, intermediate).sum(row_of_slot, None, dtype, addend)
-        gradients = up_gradients(config, operands, intermediate, u, WANTED, dtype) | intermediate.parameters
+        gradients = up_gradients(config, operands, intermediate, WANTED, dtype) | intermediate.parameters
         if not w_out_comes_first:
             undefined = intermediate._replace(weighted_a=intermediate.weighted_a.at[taken:].set(jnp.nan))
             gradients |= down_gradients(config, operands, undefined, d_out, WANTED, dtype)

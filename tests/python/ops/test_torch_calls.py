@@ -11,7 +11,7 @@ from anabranch.precision import FP8, HIGHEST, TF32
 from anabranch.torch.binding import calls, define
 from anabranch.torch.binding.described import Sizes
 from anabranch.torch.ops import torch_ops
-from anabranch.torch.ops.factors import NO_FACTORS, factor_arguments
+from anabranch.torch.ops.factors import NO_FACTORS, factor_arguments, stored_factors
 from anabranch.torch.ops.gradients import OPERANDS, request
 from anabranch.torch.ops.layer_ops import layer_numbers
 
@@ -161,7 +161,7 @@ def samples():
     experts_of = (group_sizes, w_in, b_in, w_out, b_out)
     a_in, b_of_in, a_out, b_of_out = normal(1, D, 3), normal(E, 3, 2, F), normal(E, 2, F).mT, normal(E, 2, D)
     for needs_y in (True, False):
-        of_matmul = factor_arguments((a_in, normal(E, 5, 3).mT))
+        of_matmul = stored_factors((a_in, normal(E, 5, 3).mT))
         matmul = (rows, normal(E, 5, D), group_sizes, *of_matmul, True, TF32, 0, 0.5, needs_y)
         yield torch_ops.grouped_matmul_lora, matmul
     factors = (*NO_QUANTIZED, *factor_arguments((a_in, b_of_in, a_out, b_of_out)))
@@ -184,16 +184,35 @@ def samples():
     ):
         forward = (x, None, None, weights, row_of_slot, slot_of_row, *experts_of, *options)
         yield torch_ops.experts, forward
-        _, h, u = torch_ops.experts(*forward)
-        hidden = (x, None, None, h, x, weights, slot_of_row, *experts_of, torch.float32, requested, *options)
+        _, h, u, _ = torch_ops.experts(*forward)
+        hidden = (x, None, None, h, x, weights, slot_of_row, *experts_of, u, torch.float32, requested, *options)
         yield torch_ops.experts_hidden, hidden
         dh, _, _, _, dh_q, dh_scales, v_in, *_ = torch_ops.experts_hidden(*hidden)
         if not dh.numel():
             continue
-        inputs = (dh, dh_q, dh_scales, x, x, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, u, v_in)
+        inputs = (dh, dh_q, dh_scales, x, x, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, v_in)
         yield torch_ops.experts_inputs, (*inputs, *dtypes, requested, *options)
+    yield from samples_with_copies(row_of_slot, slot_of_row, group_sizes, weights)
     yield from samples_with_fp8(row_of_slot, slot_of_row, group_sizes, weights)
     yield from samples_of_the_layer(x, logits, bias, mask, bounds, experts, weights, w_in, b_in, w_out, b_out, network)
+
+
+def samples_with_copies(row_of_slot, slot_of_row, group_sizes, weights):
+    """Float32 factors of a 16-bit layer. Experts share them and they have 64 elements: all of a copy is defined."""
+    network, dtype = (0, 0.0, 0.0, False, K, "pfd", "fd", TF32, 0, 0.5, -2.0), torch.bfloat16
+    x, w_in, w_out = (normal(*shape).to(dtype) for shape in ((T, 8), (E, 2, 8, 8), (E, 8, 8)))
+    lora = normal(1, 8, 8), normal(1, 8, 2, 8), normal(1, 8, 8).to(dtype), normal(1, 8, 8)
+    experts_of, maps = (group_sizes, w_in, None, w_out, None), (row_of_slot, slot_of_row)
+    forward = (x, None, None, weights, *maps, *experts_of, *NO_QUANTIZED, *factor_arguments(lora), *network)
+    yield torch_ops.experts, forward
+    _, h, u, copies = torch_ops.experts(*forward)
+    requested = ALL & ~request(dict(b_in=True, b_out=True))
+    options = (requested, *NO_QUANTIZED, *factor_arguments(lora, copies), *network)
+    hidden = (x, None, None, h, x, weights, slot_of_row, *experts_of, u, dtype, *options)
+    yield torch_ops.experts_hidden, hidden
+    dh, _, _, _, dh_q, dh_scales, v_in, *_ = torch_ops.experts_hidden(*hidden)
+    inputs = (dh, dh_q, dh_scales, x, x, *maps, group_sizes, w_in, None, w_out, v_in, dtype, dtype)
+    yield torch_ops.experts_inputs, (*inputs, *options)
 
 
 def samples_with_fp8(row_of_slot, slot_of_row, group_sizes, weights):
@@ -211,7 +230,7 @@ def samples_with_fp8(row_of_slot, slot_of_row, group_sizes, weights):
     yield torch_ops.experts, (x, None, None, weights, row_of_slot, slot_of_row, *experts_of, *none, *network)
     lora = normal(E, width, 4), normal(E, 4, 2, hidden), normal(E, hidden, 2), normal(1, 2, width)
     factors, scaled = factor_arguments(lora), (*network[:-2], 0.5, 2.0)
-    of_matmul = factor_arguments((lora[0], normal(E, 4, 128)))
+    of_matmul = stored_factors((lora[0], normal(E, 4, 128)))
     matmul = (normal(R, width), normal(E, width, 128), group_sizes, *of_matmul, False, FP8, 0, 0.5, True)
     yield torch_ops.grouped_matmul_lora, matmul
     q, scales = torch_ops.quantize_rows(x, 1)
@@ -222,12 +241,12 @@ def samples_with_fp8(row_of_slot, slot_of_row, group_sizes, weights):
     ):
         maps = row_of_slot, slot_of_row
         yield torch_ops.experts, (given, q, scales, weights, *maps, *experts_of, *forward, *options)
-        _, h, u = torch_ops.experts(x, None, None, weights, *maps, *experts_of, *forward, *options)
-        arguments = (h, x, weights, slot_of_row, *experts_of, torch.float32, is_requested, *back, *options)
+        _, h, u, _ = torch_ops.experts(x, None, None, weights, *maps, *experts_of, *forward, *options)
+        arguments = (h, x, weights, slot_of_row, *experts_of, u, torch.float32, is_requested, *back, *options)
         yield torch_ops.experts_hidden, (x, None, None, *arguments)
         yield torch_ops.experts_hidden, (x, q, scales, *arguments)
         dh, _, _, _, dh_q, dh_scales, v_in, *_ = torch_ops.experts_hidden(x, None, None, *arguments)
-        inputs = (dh, dh_q, dh_scales, x, x, *maps, group_sizes, w_in, None, w_out, u, v_in, torch.float32)
+        inputs = (dh, dh_q, dh_scales, x, x, *maps, group_sizes, w_in, None, w_out, v_in, torch.float32)
         yield torch_ops.experts_inputs, (*inputs, torch.float32, is_requested, *back, *options)
         yield torch_ops.experts_inputs, (*inputs, torch.bfloat16, is_requested, *NO_QUANTIZED, *options)
 
@@ -245,13 +264,13 @@ def samples_of_the_layer(x, logits, bias, mask, bounds, experts, weights, w_in, 
         yield torch_ops.layer, forward
         if router is None:
             continue
-        _, _, _, selected, chosen, _, lse, _, h, _, _, slot_of_row, group_sizes = torch_ops.layer(*forward)
+        _, _, _, selected, chosen, _, lse, _, h, *_, slot_of_row, group_sizes = torch_ops.layer(*forward)
         backward = (x, h, x, selected, slot_of_row, group_sizes, w_in, b_in, w_out, b_out)
         for of_losses in ((None, None), (bias, lse)):
             requested = request(dict(x=True, w_out=of_losses[0] is None))
             yield (
                 torch_ops.layer_hidden,
-                (*backward, logits, chosen, mask, lse, *of_losses, torch.float32, requested, *none, *options),
+                (*backward, None, logits, chosen, mask, lse, *of_losses, torch.float32, requested, *none, *options),
             )
 
 

@@ -246,7 +246,7 @@ def test_shapes_of_the_layer():
             arguments = (x, gate.T, None, None, *none, wrong_w_in, b_in, w_out.mT, None, *options, number)
             native.call(torch.ops.anabranch.layer_forward, *arguments)
     given = (x, gate, None, None, *none, operands()[2], None, w_out, None, *options, number)
-    _, _, _, weights, experts, _, lse, _, h, _, maps, logits, *_ = native.call(
+    _, _, _, weights, experts, _, lse, _, h, _, _, maps, logits, *_ = native.call(
         torch.ops.anabranch.layer_forward, *given
     )
     with pytest.raises(ValueError, match=r"maps: got \[133\], expected \[134\]"):

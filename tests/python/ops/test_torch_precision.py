@@ -84,7 +84,7 @@ def operations():
     maps, dtype = (slots[:, None], slots, SIZES), torch.float32
     of_rows, of_tokens = (0, 0.0, 0.0, False, 0, "dpf", "fd"), (0, 0.0, 0.0, False, 1, "dpf", "fd")
     matrices, none = (w_in, None, w_out, None), (*(None,) * 4, *NO_FACTORS)
-    without_lora, of_w_in = (None, None), request({"w_in": True})
+    of_w_in = request({"w_in": True})
     yield torch_ops.grouped_matmul, (x, torch.ones(E, D, F), SIZES, False)
     yield torch_ops.grouped_matmul_dw, (x, d_out, SIZES, dtype)
     yield torch_ops.ffn, (x, None, SIZES, *matrices, None, *none, *of_rows)
@@ -95,10 +95,10 @@ def operations():
     yield torch_ops.experts, (x, None, None, None, *maps, *matrices, *none, *of_tokens)
     yield (
         torch_ops.experts_hidden,
-        (d_out, None, None, h, x, weights, slots, SIZES, *matrices, dtype, of_w_in, *none, *of_tokens),
+        (d_out, None, None, h, x, weights, slots, SIZES, *matrices, None, dtype, of_w_in, *none, *of_tokens),
     )
     for requested in (request({"x": True}), of_w_in):
-        options = (*without_lora, dtype, dtype, requested, *none, *of_tokens)
+        options = (None, dtype, dtype, requested, *none, *of_tokens)
         yield torch_ops.experts_inputs, (h, x, x, x, None, *maps, w_in, None, w_out, *options)
 
 

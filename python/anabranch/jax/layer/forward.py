@@ -35,7 +35,7 @@ from anabranch.jax.layer.operands import (
     round_weights,
     weight_dtypes,
 )
-from anabranch.jax.ops.ffn import ffn_backward_by_slot, ffn_forward_by_slot, rows_gradient, up_gradients
+from anabranch.jax.ops.ffn import Saved, ffn_backward_by_slot, ffn_forward_by_slot, rows_gradient, up_gradients
 from anabranch.jax.ops.plan import Plan, plan
 
 
@@ -80,12 +80,11 @@ def backward(
     given, operands = operands, flat_tokens(quantize_weights(config, operands, backward=True))
     selection = flat_selection(selection)
     gate, routed, h, u = residuals
-    assert h is not None  # the forward rule ran with save
     if routed is None:
         routed = plan(selection.experts, operands.w_in.shape[0], align_size=config.align_size)
     ffn, d_out = ffn_operands(operands, routed, selection.weights), flat(cotangents.output)
     w_in_dtype, w_out_dtype = gradient_dtypes
-    intermediate = ffn_backward_by_slot(config.ffn, ffn, h, d_out, wanted, w_out_dtype)
+    intermediate = ffn_backward_by_slot(config.ffn, ffn, Saved(h, u), d_out, wanted, w_out_dtype)
     d_weights = cotangents.total_d_weights(intermediate.weights)
     selected = select_backward(config, operands, selection, gate, d_weights, cotangents.sums, wanted)
     d_x = None
@@ -95,7 +94,7 @@ def backward(
         # Forces the sum before the gradients of UP, see ffn_backward_by_slot.
         d_x, dh = jax.lax.optimization_barrier((d_x, intermediate.dh))
         intermediate = intermediate._replace(dh=dh)
-    up = up_gradients(config.ffn, ffn, intermediate, u, wanted, w_in_dtype)
+    up = up_gradients(config.ffn, ffn, intermediate, wanted, w_in_dtype)
     return gradients(
         {
             "x": _like(given.x, d_x),

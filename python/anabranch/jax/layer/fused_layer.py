@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from anabranch.jax.binding import check
 from anabranch.jax.binding.derivatives import reverse_mode
@@ -19,6 +20,7 @@ from anabranch.jax.layer.operands import (
     Operands,
     Selection,
     quantized_fields,
+    round_factors,
     round_weights,
     weight_dtypes,
 )
@@ -26,7 +28,7 @@ from anabranch.jax.ops.experts import check_fp8_operands, dtypes_of_factors, exp
 from anabranch.jax.ops.ffn import FfnConfig
 from anabranch.jax.parallel.parallel import Parallel, Placement, manual_shard_axes, place
 from anabranch.layouts import Layouts
-from anabranch.lora import Lora, check_lora
+from anabranch.lora import Lora, check_lora, operand_fields
 from anabranch.options import ExpertsOptions
 from anabranch.precision import check_fp8_exchange
 from anabranch.rows import check_num_slots
@@ -50,7 +52,8 @@ def _forward(
 def _fused_layer_forward(
     config: LayerConfig, placement: Placement | None, operands: Operands
 ) -> tuple[LayerOutput, tuple[Operands, Selection, Any]]:
-    operands = operands._replace(x=named_x(operands.x))
+    # The backward pass reads the rounded factors, too.
+    operands = round_factors(operands._replace(x=named_x(operands.x)))
     result, saved = _forward(config, placement, operands, save=True)
     source = operands if config.router is None else result
     assert source.experts is not None and source.weights is not None
@@ -82,7 +85,8 @@ def ffn_config(options: ExpertsOptions, parts: int, topk: int, lora: Lora | None
     """Checks the options of the experts; parts: P of w_in; lora: checked."""
     # Zeroing padding rows that nothing reads costs time, but JAX's NaN checks read everything that the rules return.
     skip_rest = not (jax.config.jax_debug_nans or jax.config.jax_debug_infs)  # type: ignore[attr-defined]
-    return FfnConfig.of(options.experts(parts, topk, lora), skip_rest=skip_rest)
+    float32_factors = tuple(n for n, a in operand_fields(lora).items() if a is not None and a.dtype == jnp.float32)
+    return FfnConfig.of(options.experts(parts, topk, lora), skip_rest=skip_rest, float32_factors=float32_factors)
 
 
 def lora_factors(layouts: Layouts, x: jax.Array, w_in: jax.Array, lora: Any) -> Lora | None:

@@ -246,7 +246,8 @@ def _backward(
     ffn = _ffn_operands(placement, operands, route, arrived, chosen.send_weights(route, selection.weights))
     d_rows, d_rows_quantized = _sent(config, placement, chosen, route, flat(cotangents.output))
     options = _ffn_config(config, chosen)
-    intermediate = ffn_backward_by_slot(options, ffn, residuals["h"], d_rows, wanted, d_out_quantized=d_rows_quantized)
+    saved = Saved(residuals["h"], residuals.get("u"))
+    intermediate = ffn_backward_by_slot(options, ffn, saved, d_rows, wanted, d_out_quantized=d_rows_quantized)
     d_weights = cotangents.total_d_weights(_tensor_sum(placement, chosen.collect_weights(route, intermediate.weights)))
     gate = GateResiduals(residuals.get("logits"), residuals.get("lse"))
     selected = select_backward(config, operands, selection, gate, d_weights, cotangents.sums, wanted)
@@ -259,11 +260,12 @@ def _backward(
     parameters = {
         "gate": selected.gate,
         "gate_bias": selected.bias,
-        **up_gradients(options, ffn, intermediate, residuals.get("u"), wanted, w_in_dtype),
+        **intermediate.parameters,
+        **up_gradients(options, ffn, intermediate, wanted, w_in_dtype),
         **down_gradients(options, ffn, intermediate, d_rows, wanted, w_out_dtype),
     }
     results = {
-        name: _reduced(placement, name, gradient).astype(getattr(whole, name).dtype)
+        name: _reduced(placement, name, gradient).astype(config.ffn.gradient_dtype(name, getattr(whole, name)))
         for name, gradient in parameters.items()
         if gradient is not None
     }

@@ -205,6 +205,12 @@ def round_weights(config: LayerConfig, operands: Operands) -> Operands:
     return operands._replace(w_in=operands.w_in.astype(dtype), w_out=operands.w_out.astype(dtype))
 
 
+def round_factors(operands: Operands) -> Operands:
+    """Casts the factors of adapters to the dtype of x, in which they are multiplied."""
+    dtype = operands.x.dtype
+    return operands._replace(**{n: None if (a := getattr(operands, n)) is None else a.astype(dtype) for n in NAMES})
+
+
 def quantize_weights(config: LayerConfig, operands: Operands, *, backward: bool) -> Operands:
     """Adds the quantised weights that a pass needs with FP8; returns other operands unchanged."""
     if not config.ffn.fp8:

@@ -30,6 +30,8 @@ class FfnConfig(ExpertsConfig):
     activation: Activation = SILU
     skip_rest: bool = False
     """The fused rules may leave rows without an assignment undefined, because nothing reads them."""
+    float32_factors: tuple[str, ...] = ()
+    """Factors, by the names of operands, whose gradients are float32 even if the rules get rounded factors."""
 
     @classmethod
     def of(cls, experts: ExpertsConfig, **own: Any) -> Self:
@@ -44,6 +46,10 @@ class FfnConfig(ExpertsConfig):
         """(E, D, P, F) of w_in."""
         sizes = self.layouts.sizes("w_in", w_in.shape)
         return sizes["e"], sizes["d"], sizes["p"], sizes["f"]
+
+    def gradient_dtype(self, name: str, operand: jax.Array) -> Any:
+        """The dtype of the gradient of an operand."""
+        return jnp.float32 if name in self.float32_factors else operand.dtype
 
     def orders(self) -> dict[str, str]:
         """The axis orders of all arrays that are not in the default layout, for `ffi.call`."""
@@ -112,8 +118,9 @@ def with_quantized_weights(config: FfnConfig, operands: FfnOperands, *, backward
     return operands._replace(quantized=quantized)
 
 
-#: Operands whose gradients are computed from dh, and from w a and d_out.
-UP = ("w_in", "b_in", "lora_a_in", "lora_b_in")
+#: Operands whose gradients are computed from dh, together with dh, and from w a and d_out.
+UP = ("w_in", "b_in")
+WITH_DH = ("lora_a_in", "lora_b_in")
 DOWN = ("w_out", "b_out", "lora_a_out", "lora_b_out")
 
 
@@ -131,12 +138,13 @@ def _like(array: jax.Array | None, dtype: Any = None) -> jax.ShapeDtypeStruct | 
 
 
 def _gradients_like(
-    operands: FfnOperands, names: Collection[str], w_in_dtype: Any, w_out_dtype: Any
+    config: FfnConfig, operands: FfnOperands, names: Collection[str], w_in_dtype: Any, w_out_dtype: Any
 ) -> dict[str, jax.ShapeDtypeStruct | None]:
     """The gradients of parameters as results of a call, by their C names."""
     dtypes = {"w_in": w_in_dtype, "w_out": w_out_dtype}
     arrays = operands.by_name()
-    return {f"d_{name}": _like(arrays[name], dtypes.get(name)) for name in names}
+    given = {name: array for name in names if (array := arrays[name]) is not None}
+    return {f"d_{name}": _like(a, dtypes.get(name) or config.gradient_dtype(name, a)) for name, a in given.items()}
 
 
 def _wanted(operands: FfnOperands, wanted: Collection[str]) -> set[str]:
@@ -146,7 +154,8 @@ def _wanted(operands: FfnOperands, wanted: Collection[str]) -> set[str]:
 
 def _parameters(results: dict[str, Any]) -> dict[str, jax.Array]:
     """The gradients of parameters among the results of a call, by the names of the parameters."""
-    return {name: results[f"d_{name}"] for name in (*UP, *DOWN) if results.get(f"d_{name}") is not None}
+    names = (*UP, *WITH_DH, *DOWN)
+    return {name: results[f"d_{name}"] for name in names if results.get(f"d_{name}") is not None}
 
 
 def ffn_forward(config: FfnConfig, operands: FfnOperands, *, save: bool) -> tuple[jax.Array, Saved]:
@@ -219,7 +228,8 @@ def ffn_backward(
       operands: as in the forward pass, and always with weights, even if combine applied them.
       saved: from the forward rule. The buffer of h is reused.
       d_out: float [T, D] with slot_of_row, else [R, D]: the cotangent of the weighted output, of any float dtype.
-      wanted: the operands whose gradients are computed: "x" (of the rows), "weights", and names in UP and DOWN.
+      wanted: the operands whose gradients are computed: "x" (of the rows), "weights", and names in UP, WITH_DH and
+        DOWN.
 
     Returns:
       Gradients by operand: of "x" [R, D], of parameters and weights in their own shapes and dtypes.
@@ -228,12 +238,12 @@ def ffn_backward(
     x, weights, h = operands.x, operands.weights, saved.h
     assert h is not None
     wanted = _wanted(operands, wanted)
-    needs_dh, needs_a = bool({"x", *UP} & wanted), bool(({*DOWN} - {"b_out"}) & wanted)
+    needs_dh, needs_a = bool({"x", *UP, *WITH_DH} & wanted), bool(({*DOWN} - {"b_out"}) & wanted)
     called = {
         "dh": _like(h) if needs_dh else None,
         "dx_rows": jax.ShapeDtypeStruct((h.shape[0], x.shape[1]), x.dtype) if "x" in wanted else None,
         "d_weights": _like(weights, jnp.float32) if "weights" in wanted else None,
-        **_gradients_like(operands, [n for n in (*UP, *DOWN) if n in wanted], x.dtype, x.dtype),
+        **_gradients_like(config, operands, [n for n in (*UP, *WITH_DH, *DOWN) if n in wanted], x.dtype, x.dtype),
     }
     if not any(result is not None for result in called.values()):
         return {}
@@ -394,7 +404,7 @@ class IntermediateGradients(NamedTuple):
     weighted_a: jax.Array | None
     """[R, F]: w a. Both have the dtype of x."""
     parameters: dict[str, jax.Array]
-    """Gradients of operands in DOWN, unless `down_gradients` computes them."""
+    """Gradients of operands in DOWN, unless `down_gradients` computes them, and of operands in WITH_DH."""
     weights: jax.Array
     """Shape and dtype of the weights."""
     dh_quantized: QuantizedOperand | None = None
@@ -439,7 +449,7 @@ def ffn_forward_by_slot(config: FfnConfig, operands: FfnOperands, *, save: bool)
 def ffn_backward_by_slot(
     config: FfnConfig,
     operands: FfnOperands,
-    h: jax.Array,
+    saved: Saved,
     d_out: jax.Array,
     wanted: Collection[str],
     w_out_dtype: Any = None,
@@ -449,26 +459,28 @@ def ffn_backward_by_slot(
 
     The caller then computes the sum of `rows_gradient`, `up_gradients`, and `down_gradients` if w_out_dtype is None.
     In this order, and with the gradient of w_out computed here, temporaries and w a can use the memory of the gradient
-    of w_in.
+    of w_in. Gradients of operands in WITH_DH are always computed here: GEMMs for them and for v_in share operands.
 
     Args:
       config: as in the forward pass.
       operands: as for `ffn_backward`.
-      h: as in `Saved`.
+      saved: from the forward rule.
       d_out: as for `ffn_backward`.
       wanted: as for `ffn_backward`.
       w_out_dtype: dtype of the gradient of w_out, that of x or float32; None: gradients of DOWN are not computed here.
       d_out_quantized: d_out quantised, an operand of da'; None: it is quantised here.
     """
     assert operands.slot_of_row is not None and operands.group_sizes is not None and operands.weights is not None
+    h = saved.h
+    assert h is not None  # the forward rule ran with save
     R, (E, D, P, F), dtype = h.shape[0], config.sizes(operands.w_in), operands.x.dtype
     r, q = operands.rank("in"), operands.rank("out")
     wanted = _wanted(operands, wanted)
     down = [name for name in DOWN if name in wanted]
     here = down if w_out_dtype is not None else []
-    needs_dh, needs_a = bool({"x", *UP} & wanted), bool(set(down) - {"b_out"})
-    needs_v_in, needs_v_out = bool(r and {"x", "lora_a_in"} & wanted), "lora_a_out" in down and not here
-    intermediates: dict[str, jax.Array | None] = {"h": h}
+    needs_dh, needs_a = bool({"x", *UP, *WITH_DH} & wanted), bool(set(down) - {"b_out"})
+    needs_v_in, needs_v_out = bool(r and "x" in wanted), "lora_a_out" in down and not here
+    intermediates: dict[str, jax.Array | None] = {"h": h, "lora_u": saved.u if "lora_b_in" in wanted else None}
     if d_out_quantized is not None:
         intermediates |= {"d_out_q": d_out_quantized.q, "d_out_scales": d_out_quantized.scales}
     quantised = config.fp8 and "x" in wanted
@@ -485,7 +497,9 @@ def ffn_backward_by_slot(
             "d_weights": _like(operands.weights, jnp.float32),
             "lora_v_in": jax.ShapeDtypeStruct((R, r), dtype) if needs_v_in else None,
             "lora_v_out": jax.ShapeDtypeStruct((R, q), dtype) if needs_v_out else None,
-            **_gradients_like(operands, here, dtype, w_out_dtype),
+            **_gradients_like(
+                config, operands, [*here, *(name for name in WITH_DH if name in wanted)], dtype, w_out_dtype
+            ),
         },
         workspaces.ffn_backward(
             R, (E, D, P, F), dtype, d_out.dtype, d_weights=True, d_w_out=bool({"w_out", "b_out"} & set(here))
@@ -526,7 +540,7 @@ def down_gradients(
         operands,
         d_out,
         {"weighted_a": intermediate.weighted_a, "lora_v_out": intermediate.v_out},
-        _gradients_like(operands, names, None, w_out_dtype),
+        _gradients_like(config, operands, names, None, w_out_dtype),
         workspaces.ffn_backward(R, config.sizes(operands.w_in), operands.x.dtype, d_out.dtype, d_w_out=True),
     )
     return _parameters(results)
@@ -564,7 +578,6 @@ def up_gradients(
     config: FfnConfig,
     operands: FfnOperands,
     intermediate: IntermediateGradients,
-    u: jax.Array | None,
     wanted: Collection[str],
     w_in_dtype: Any,
 ) -> dict[str, jax.Array]:
@@ -573,7 +586,6 @@ def up_gradients(
     Args:
       config, operands, wanted: as for `ffn_backward_by_slot`.
       intermediate: from that call.
-      u: as in `Saved`.
       w_in_dtype: dtype of the gradient of w_in, that of x or float32.
     """
     names = [name for name in UP if name in _wanted(operands, wanted)]
@@ -586,11 +598,9 @@ def up_gradients(
         operands,
         None,
         {
-            "dh": None if names == ["lora_a_in"] else dh,
-            "lora_u": u if "lora_b_in" in names else None,
-            "lora_v_in": intermediate.v_in if "lora_a_in" in names else None,
+            "dh": dh,
         },
-        _gradients_like(operands, names, w_in_dtype, None),
+        _gradients_like(config, operands, names, w_in_dtype, None),
         workspaces.ffn_backward(
             dh.shape[0], config.sizes(operands.w_in), operands.x.dtype, operands.x.dtype, d_w_in=True
         ),

@@ -75,6 +75,7 @@ class _Saved(NamedTuple):
     maps: Tensor | None
     """The three maps in one tensor, from native operations."""
     lora_u: Tensor | None
+    lora_copies: Tensor | None
     lora_a_in: Tensor | None
     lora_b_in: Tensor | None
     lora_a_out: Tensor | None
@@ -88,12 +89,13 @@ class _Saved(NamedTuple):
 def _saved(config: LayerConfig, o: Operands, result: LayerOutput) -> tuple[Tensor | None, ...]:
     """The fields of a _Saved, and the operands for FP8, if they are given."""
     selection = o if config.router is None else result
+    has_adapters = o.lora_a_in is not None or o.lora_a_out is not None
     return (
         *(o.x, o.w_in, o.w_out, o.b_in, o.b_out, o.gate, o.gate_bias, o.token_mask),
         *(selection.weights, selection.experts, result.lse),
         *(result.h, result.logits if o.logits is None else o.logits),
         *(result.row_of_slot, result.slot_of_row, result.group_sizes, result.maps),
-        *(None if o.lora_a_in is None else result.lora_u, *o.factors()),
+        *(None if o.lora_a_in is None else result.lora_u, result.lora_copies if has_adapters else None, *o.factors()),
         *(() if o.quantized_w_in is None else backward_operands(o.quantized())),
     )
 
@@ -232,9 +234,9 @@ def _backward(
     """Gradients by operand name. needs: whether an operand needs its gradient; False for a missing one."""
     (
         x, w_in, w_out, b_in, b_out, gate, gate_bias, token_mask, weights, experts, lse,
-        h, logits, *maps, packed_maps, lora_u, lora_a_in, lora_b_in, lora_a_out, lora_b_out,
+        h, logits, *maps, packed_maps, lora_u, lora_copies, lora_a_in, lora_b_in, lora_a_out, lora_b_out,
     ), quantized = _split(saved)  # fmt: skip
-    factors = factor_arguments((lora_a_in, lora_b_in, lora_a_out, lora_b_out))
+    factors = factor_arguments((lora_a_in, lora_b_in, lora_a_out, lora_b_out), lora_copies)
     if packed_maps is not None:
         maps = [*native_passes.unpacked_maps(config, packed_maps, experts, h)]
     row_of_slot, slot_of_row, group_sizes = maps
@@ -246,7 +248,7 @@ def _backward(
     if d_output is None:
         d_output = torch.zeros_like(x)
     up, down = (cast_weight(config.network, w, dtype) for w in (w_in, w_out))
-    experts_operands = (h, x, weights, slot_of_row, group_sizes, up, b_in, down, b_out)
+    experts_operands = (h, x, weights, slot_of_row, group_sizes, up, b_in, down, b_out, lora_u)
     d_sums = requested_cotangents(config, d_score_sum, d_lse)
     experts_need = {name: needs[name] for name in OPERANDS} | {
         "x": needs["x"] or needs["port"],
@@ -255,15 +257,16 @@ def _backward(
     requested = request(experts_need)
     # A cotangent of the weights is added to the experts' gradient first, so the backward pass of routing is separate.
     if fused := needs_logits and d_weights is None:
-        dh, d_w_out, d_b_out, d_w, *dh_quantized, v_in, d_a_out, d_b_factor_out, d_logits = torch_ops.layer_hidden(
+        *hidden, d_logits = torch_ops.layer_hidden(
             d_output, *experts_operands, logits, experts, token_mask, lse, *d_sums, w_out.dtype, requested,
             *quantized, *factors, *config.options,
         )  # fmt: skip
     else:
-        dh, d_w_out, d_b_out, d_w, *dh_quantized, v_in, d_a_out, d_b_factor_out = torch_ops.experts_hidden(
+        hidden = torch_ops.experts_hidden(
             d_output, None, None, *experts_operands, w_out.dtype, requested, *quantized, *factors, *config.network
         )
-    gradients = {"w_out": d_w_out, "b_out": d_b_out, "lora_a_out": d_a_out, "lora_b_out": d_b_factor_out}
+    dh, d_w_out, d_b_out, d_w, dh_q, dh_scales, v_in, *d_factors = hidden
+    gradients = {"w_out": d_w_out, "b_out": d_b_out} | dict(zip(NAMES, d_factors, strict=True))
     addend = None
     if config.router is None:
         gradients["weights"] = d_w
@@ -282,11 +285,11 @@ def _backward(
         if gate_bias is not None and needs["gate_bias"]:
             gradients["gate_bias"] = _as(d_logits.sum(0), gate_bias.dtype)
     if any(experts_need[name] for name in FROM_DH):
-        d_x, d_w_in, d_b_in, d_a_in, d_b_factor_in = torch_ops.experts_inputs(
-            dh, *dh_quantized, x, addend, row_of_slot, slot_of_row, group_sizes, up, b_in, down, lora_u, v_in,
+        d_x, d_w_in, d_b_in = torch_ops.experts_inputs(
+            dh, dh_q, dh_scales, x, addend, row_of_slot, slot_of_row, group_sizes, up, b_in, down, v_in,
             w_in.dtype, dtype if needs["x"] else torch.float32, requested, *quantized, *factors, *config.network,
         )  # fmt: skip
-        gradients |= {"w_in": d_w_in, "b_in": d_b_in, "lora_a_in": d_a_in, "lora_b_in": d_b_factor_in}
+        gradients |= {"w_in": d_w_in, "b_in": d_b_in}
         gradients["x" if needs["x"] else "port"] = d_x
     return {name: gradient if needs[name] else None for name, gradient in gradients.items()}
 

@@ -29,7 +29,7 @@ if native is not None:
         "Tensor? token_mask, Tensor? forced_experts, Tensor? qb_bin_bounds, Tensor w_in, Tensor? b_in, Tensor w_out, "
         f"Tensor? b_out, {QUANTIZED}, {FACTORS}, int config) -> "
         "(Tensor output, Tensor tokens_per_expert, Tensor dropped, Tensor weights, Tensor experts, Tensor score_sum, "
-        "Tensor lse, Tensor qb_histogram, Tensor h, Tensor lora_u, Tensor maps, Tensor logits, "
+        "Tensor lse, Tensor qb_histogram, Tensor h, Tensor lora_u, Tensor lora_copies, Tensor maps, Tensor logits, "
         "Tensor dropped_by_source, Tensor zero)"
     )
     _ops.define(
@@ -72,8 +72,8 @@ def forward(config: LayerConfig, o: Operands) -> LayerOutput:
         *((None,) * 4 if o.quantized_w_in_transposed is None else forward_operands(o.quantized())),
         *factor_arguments(o.factors()), config.number,
     )  # fmt: skip
-    *of_caller, h, u, maps, logits, dropped_by_source, zero = results
-    saved = (h, u, None, None, None, logits, maps)
+    *of_caller, h, u, copies, maps, logits, dropped_by_source, zero = results
+    saved = (h, u, copies, None, None, None, logits, maps)
     return LayerOutput(*(*of_caller, *saved, dropped_by_source, zero))
 
 
@@ -98,7 +98,7 @@ def backward(
         torch.zeros_like(x) if d_output is None else d_output, *d_sums, tokens, s.gate, x,
         cast_weight(config.network, s.w_in, x.dtype), cast_weight(config.network, s.w_out, x.dtype), s.b_in, s.b_out,
         mask, s.weights, s.experts, s.lse, s.h, s.logits, s.maps, s.lora_u, *quantized,
-        *factor_arguments(s.factors()), s.w_in.dtype, s.w_out.dtype, request(needs), needs["x"],
+        *factor_arguments(s.factors(), s.lora_copies), s.w_in.dtype, s.w_out.dtype, request(needs), needs["x"],
         needs.get("gate", False), config.number,
     )  # fmt: skip
     names = ("x", "w_in", "b_in", "w_out", "b_out", "gate", "weights", *NAMES)

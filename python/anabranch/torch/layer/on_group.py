@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from anabranch.lora import NAMES
 from anabranch.torch.binding.autocast import without_autocast
 from anabranch.torch.binding.autograd import Function
 from anabranch.torch.layer.gate import biased_gate_logits, gate_backward
@@ -18,7 +19,7 @@ from anabranch.torch.layer.operands import LayerConfig, Operands, requested_cota
 from anabranch.torch.ops import torch_ops
 from anabranch.torch.ops.experts import cast_weight
 from anabranch.torch.ops.factors import factor_arguments
-from anabranch.torch.ops.gradients import OPERANDS, request
+from anabranch.torch.ops.gradients import FROM_DH, OPERANDS, request
 from anabranch.torch.ops.quantized import backward_operands, forward_operands
 from anabranch.torch.ops.router import logits_gradient, run_route
 from anabranch.torch.parallel.alike import compare_options
@@ -59,6 +60,8 @@ class GroupOutput(NamedTuple):
     """Saved for backward, as are the following."""
     lora_u: Tensor
     """[R, r], of the adapter of w_in; no elements without it."""
+    lora_copies: Tensor
+    """[n], the copies of factors of another dtype than x, see `factors`; no elements without them."""
     logits: Tensor
     row_of_slot: Tensor
     slot_of_row: Tensor
@@ -126,7 +129,7 @@ def _forward(config: GroupConfig, operands: Operands) -> GroupOutput:
     else:
         quantized = _arrived(chosen, route, sending, x.shape[1])
         arrived = x if operands.lora_a_in is None else dequantize(quantized, x.dtype), *quantized
-    sums, h, u = torch_ops.experts(
+    sums, h, u, copies = torch_ops.experts(
         *arrived,
         there,
         route.row_of_slot,
@@ -146,7 +149,7 @@ def _forward(config: GroupConfig, operands: Operands) -> GroupOutput:
     elif operands.gate is None:
         logits = no_floats  # an autograd function must not return an argument
     return GroupOutput(
-        output, counts, invalid + dropped, weights, experts, score_sum, lse, histogram, h, u, logits, *route
+        output, counts, invalid + dropped, weights, experts, score_sum, lse, histogram, h, u, copies, logits, *route
     )  # fmt: skip
 
 
@@ -173,7 +176,7 @@ class _GroupLayer(Function):
             *(operands.gate, operands.gate_bias, operands.token_mask, selection.weights, selection.experts),
             *(result.h, result.logits if operands.logits is None else operands.logits, result.lse),
             *backward_operands(operands.quantized()),
-            *(None if operands.lora_a_in is None else result.lora_u, *operands.factors()),
+            *(None if operands.lora_a_in is None else result.lora_u, result.lora_copies, *operands.factors()),
             *(getattr(result, name) for name in Route._fields),
         )
 
@@ -189,7 +192,8 @@ def _backward(ctx, d):
     """Gradients by operand name. Every rank takes part in all collectives, even if it needs no gradient."""
     (
         x, w_in, w_out, b_in, b_out, gate, gate_bias, token_mask, weights, experts, h, logits, lse,
-        w_in_q, w_in_scales, w_out_q, w_out_scales, lora_u, lora_a_in, lora_b_in, lora_a_out, lora_b_out, *route,
+        w_in_q, w_in_scales, w_out_q, w_out_scales, lora_u, lora_copies, lora_a_in, lora_b_in, lora_a_out, lora_b_out,
+        *route,
     ) = ctx.saved_tensors  # fmt: skip
     config, route, dtype = ctx.config, Route(*route), x.dtype
     layer, chosen = config.layer, transport(config.transport, config.ranks)
@@ -207,23 +211,22 @@ def _backward(ctx, d):
     else:
         d_rows = chosen.arrived(route, sending)
     sending = _start(config, chosen, x)
-    # Without FP8 and adapters, experts_hidden reads only the shape of the tokens, which still arrive meanwhile.
+    # Without FP8 and adapters, experts_hidden reads only the shape of the tokens, which then arrive meanwhile.
+    arrives_later = sending.arriving is not None and not config.fp8_exchange and lora_a_in is None
     if config.fp8_exchange:
         arrived = dequantize(_arrived(chosen, route, sending, x.shape[1]), dtype)
-    elif sending.arriving is None or lora_a_in is not None:
-        arrived = chosen.arrived(route, sending)
-        sending = sending._replace(arriving=None)
     else:
-        arrived = sending.arriving
+        arrived = sending.arriving if arrives_later else chosen.arrived(route, sending)
     up, down = (cast_weight(layer.network, w, dtype) for w in (w_in, w_out))
     quantized = w_in_q, w_in_scales, w_out_q, w_out_scales
-    factors = factor_arguments((lora_a_in, lora_b_in, lora_a_out, lora_b_out))
+    factors = factor_arguments((lora_a_in, lora_b_in, lora_a_out, lora_b_out), lora_copies)
     # Every rank sends the gradient of x, and of the weights, back to the tokens.
     requested = request({name: needs[name] for name in OPERANDS} | {"x": True, "weights": True})
-    dh, d_w_out, d_b_out, d_there, *dh_quantized, v_in, d_a_out, d_b_factor_out = torch_ops.experts_hidden(
-        d_rows, *d_rows_sent, h, arrived, there, route.slot_of_row, route.group_sizes, up, b_in, down, b_out,
+    hidden = torch_ops.experts_hidden(
+        d_rows, *d_rows_sent, h, arrived, there, route.slot_of_row, route.group_sizes, up, b_in, down, b_out, lora_u,
         w_out.dtype, requested, *quantized, *factors, *options,
     )  # fmt: skip
+    dh, d_w_out, d_b_out, d_there, dh_q, dh_scales, v_in, *d_factors = hidden
     d_w = chosen.collect_weights(route, d_there)
     gradients, addend = {}, None
     if layer.router is None:
@@ -243,23 +246,21 @@ def _backward(ctx, d):
             gradients["gate"] = through.gate.to(gate.dtype)
         if needs["gate_bias"]:
             gradients["gate_bias"] = d_logits.sum(0).to(gate_bias.dtype)
-    if sending.arriving is not None and not config.fp8_exchange:
+    if arrives_later:
         arrived = chosen.arrived(route, sending)
 
     def inputs(wanted):
         return torch_ops.experts_inputs(
-            dh, *dh_quantized, arrived, None, route.row_of_slot, route.slot_of_row, route.group_sizes, up, b_in, down,
-            lora_u, v_in, w_in.dtype, dtype, wanted, *quantized, *factors, *options,
+            dh, dh_q, dh_scales, arrived, None, route.row_of_slot, route.slot_of_row, route.group_sizes, up, b_in, down,
+            v_in, w_in.dtype, dtype, wanted, *quantized, *factors, *options,
         )  # fmt: skip
 
     # The sums of d_x return while the weights' gradients are computed.
-    of_tokens = request({name: name == "x" for name in OPERANDS}) if chosen.overlaps else requested
-    d_arrived, *of_weights = inputs(of_tokens)
+    d_arrived, d_w_in, d_b_in = inputs(request({"x": True}) if chosen.overlaps else requested)
     returning = chosen.start_return(d_arrived)
-    others = request({name: needs[name] and name != "x" for name in OPERANDS})
-    if chosen.overlaps and others:
-        of_weights = inputs(others)[1:]
-    d_w_in, d_b_in, d_a_in, d_b_factor_in = of_weights
+    of_weights = request({name: needs[name] for name in FROM_DH - {"x"}})
+    if chosen.overlaps and of_weights:
+        _, d_w_in, d_b_in = inputs(of_weights)
     factor = weights.new_full((x.shape[0], chosen.returning), P)
     d_x_name, d_x_dtype = ("port", torch.float32) if needs["port"] else ("x", dtype)
     d_x = chosen.collect(route, returning, factor, d_x_dtype, addend)
@@ -269,10 +270,7 @@ def _backward(ctx, d):
         "b_in": d_b_in,
         "w_out": d_w_out,
         "b_out": d_b_out,
-        "lora_a_in": d_a_in,
-        "lora_b_in": d_b_factor_in,
-        "lora_a_out": d_a_out,
-        "lora_b_out": d_b_factor_out,
+        **dict(zip(NAMES, d_factors, strict=True)),
     }
     return {name: gradient if needs[name] else None for name, gradient in gradients.items()}
 

@@ -200,9 +200,11 @@ class LayerOutput(NamedTuple):
     qb_histogram: Tensor | None
     """int32 [E, bins]."""
     h: Tensor
-    """Saved for backward, as are the next five."""
+    """Saved for backward, as are the next six."""
     lora_u: Tensor | None
     """[R, r], of the adapter of w_in; no elements without it."""
+    lora_copies: Tensor | None
+    """[n], the copies of factors of another dtype than x, see `factors`; no elements without them."""
     row_of_slot: Tensor | None
     slot_of_row: Tensor | None
     group_sizes: Tensor | None

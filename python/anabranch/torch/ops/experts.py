@@ -18,7 +18,7 @@ from anabranch.torch.binding import check
 from anabranch.torch.binding.autocast import as_autocast, match_autocast
 from anabranch.torch.binding.autograd import Function
 from anabranch.torch.ops import torch_ops
-from anabranch.torch.ops.factors import factor_arguments
+from anabranch.torch.ops.factors import factor_arguments, stored_factors
 from anabranch.torch.ops.gradients import OPERANDS, request
 from anabranch.torch.ops.quantized import (
     QuantizedExperts,
@@ -85,7 +85,7 @@ class _GroupedMatmul(Function):
         options = transpose_w, precision, fp8_scales
         if lora_a is None:
             return torch_ops.grouped_matmul(x, w, group_sizes, *options)
-        factors = factor_arguments((lora_a, lora_b))
+        factors = stored_factors((lora_a, lora_b))
         return torch_ops.grouped_matmul_lora(x, w, group_sizes, *factors, *options, lora_scale, True)
 
     @staticmethod
@@ -117,7 +117,7 @@ class _GroupedMatmul(Function):
         options = not ctx.transpose_w, *ctx.precision
         d_rows = d_y.to(ctx.dtypes[0])
         if lora_a is not None and (needs_x or needs_a):
-            factors = factor_arguments((lora_b.mT, lora_a.mT))
+            factors = stored_factors((lora_b.mT, lora_a.mT))
             d_x, v = torch_ops.grouped_matmul_lora(d_rows, w, group_sizes, *factors, *options, ctx.lora_scale, needs_x)
         elif needs_x:
             d_x = torch_ops.grouped_matmul(d_rows, w, group_sizes, *options)

@@ -56,12 +56,18 @@ class _Options(NamedTuple):
     """The last arguments of the operations of the feed-forward network."""
 
     factors: Factors
+    copies: Any
+    """The argument `lora_copies`."""
     network: Network
 
     @property
-    def orders(self) -> Any:
+    def stored(self) -> Factors:
+        """The factors as C calls of the backward pass read them: from `copies`, if that is given."""
+        return self.factors.replaced(self.factors.copied(self.copies, self.network))
+
+    def orders(self, factors: Factors) -> dict[str, Any]:
         """The orders of axes for C calls."""
-        return self.factors.orders(_orders(self.network.w_in_layout, self.network.w_out_layout))
+        return factors.orders(_orders(self.network.w_in_layout, self.network.w_out_layout))
 
     def low_rank(self, like: Any, rows: Any, a_name: str) -> Any:
         """Empty rows of an adapter, such as u = s x A; None without the adapter."""
@@ -80,7 +86,8 @@ class _Options(NamedTuple):
 def _options(arguments):
     """`_Options` from the arguments of FACTORS and of a network."""
     number = len(NO_FACTORS)
-    return _Options(Factors(arguments[:number]), Network(*arguments[number:]))
+    *tensors, copies, orders = arguments[:number]
+    return _Options(Factors(tensors, orders), copies, Network(*arguments[number:]))
 
 
 def _result(tensor, like):
@@ -125,7 +132,7 @@ def _ffn(
             **operands_in,
             **operands_out,
         },
-        o.orders,
+        o.orders(o.factors),
         weight_early=o.network.weight_early,
         **o.network.attributes(),
     )
@@ -180,11 +187,11 @@ def _ffn_backward(
             "dx_rows": dx_rows if "x" in names else None,
             **gradient_fields(names, zip(OPERANDS[1:], others, strict=True)),
             "lora_u": lora_u,
-            **o.factors.tensors(),
+            **o.stored.tensors(),
             **operands_in,
             **operands_out,
         },
-        o.orders,
+        o.orders(o.stored),
         **o.network.attributes(),
     )
     return [*quantize_in, *quantize_out, network]
@@ -212,7 +219,8 @@ def allocate_experts(
     _, _, P, F = sizes_of_w_in(w_in, layout)
     read = x if x_q is None else x_q
     u = _result(o.low_rank(x, R, "lora_a_in"), x)
-    return x.new_empty(read.shape), x.new_empty(_hidden(layout, R, P, F)), u
+    copies = x.new_empty((o.factors.size_of_copies(x.dtype),))
+    return x.new_empty(read.shape), x.new_empty(_hidden(layout, R, P, F)), u, copies
 
 
 def experts_calls(
@@ -221,8 +229,10 @@ def experts_calls(
 ):  # fmt: skip
     """The C calls of `experts`."""
     given = _options(options)
-    factors, o = given
-    out, h, u = results
+    factors, o = given.factors, given.network
+    out, h, u, copies = results
+    copied = factors.copied(copies, o)
+    stored = factors.replaced(copied)
     R, F = slot_of_row.shape[0], sizes_of_w_in(w_in, o.w_in_layout)[3]
     operands_in, quantize_in = quantized_operand("w_in", w_in, w_in_q, w_in_scales, o, transposed=True)
     operands_out, quantize_out = quantized_operand("w_out", w_out, w_out_q, w_out_scales, o, transposed=True)
@@ -245,9 +255,10 @@ def experts_calls(
             "lora_u": u if "lora_a_in" in factors else None,
             "lora_z": z,
             **factors.tensors(),
+            **{f"{name}_copy": copy.tensor for name, copy in copied.items()},
             **operands_in,
         },
-        given.orders,
+        given.orders(factors) | {f"{name}_copy": copy.order for name, copy in copied.items()},
         weight_early=o.weight_early and weights is not None,
         skip_rest=1,
         **o.attributes(),
@@ -266,9 +277,9 @@ def experts_calls(
             "weights": weights,
             "out": out,
             "lora_u": z,
-            "lora_b": None if z is None else factors["lora_b_out"].tensor,
+            "lora_b": None if z is None else stored["lora_b_out"].tensor,
         },
-        None if z is None else {"lora_b": factors["lora_b_out"].order},
+        None if z is None else {"lora_b": stored["lora_b_out"].order},
         transpose_w=o.w_out_layout == "df" and not fp8,
         weight_early=o.weight_early and weights is not None,
         skip_rest=1,
@@ -278,24 +289,20 @@ def experts_calls(
     return *quantize_in, *quantize_out, up, down
 
 
-#: The experts on tokens [T, D] by the rows of a plan: the weighted sum per token, h and u. With FP8, tokens may be
-#: given quantised; then x only determines the dtype of the results and, with an adapter of w_in, contains the same
-#: tokens for it.
+#: The experts on tokens [T, D] by the rows of a plan: the weighted sum per token, h, u, and the copies of the factors
+#: for the backward pass (without elements if all factors have the dtype of x). With FP8, tokens may be given quantised;
+#: then x only determines the dtype of the results and, with an adapter of w_in, contains the same tokens for it.
 experts = define(
     "experts(Tensor x, Tensor? x_q, Tensor? x_scales, Tensor? weights, Tensor row_of_slot, Tensor slot_of_row, "
     f"Tensor group_sizes, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, {QUANTIZED}, {_OPTIONS}) -> "
-    "(Tensor output, Tensor h, Tensor lora_u)",
+    "(Tensor output, Tensor h, Tensor lora_u, Tensor lora_copies)",
     allocate_experts,
     experts_calls,
 )
 
 
-def _needs_v_in(names, factors):
-    return "lora_a_in" in factors and not names.isdisjoint({"x", "lora_a_in"})
-
-
 def allocate_experts_hidden(
-    d_out, d_out_q, d_out_scales, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
+    d_out, d_out_q, d_out_scales, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, lora_u,
     w_out_dtype, requested, w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
     """Empty results of `experts_hidden`."""
@@ -309,24 +316,24 @@ def allocate_experts_hidden(
         allocate(x, "weights" in names, weights.shape, torch.float32),
         empty_e4m3(x, R, P, F) if quantizes else x.new_empty((0,)),
         empty_scales(x, R, P, F // BLOCK) if quantizes else x.new_empty((0,)),
-        _result(o.low_rank(x, R, "lora_a_in") if _needs_v_in(names, o.factors) else None, x),
-        *o.gradients(names, x, "lora_a_out", "lora_b_out"),
+        _result(o.low_rank(x, R, "lora_a_in") if "x" in names else None, x),
+        *o.gradients(names, x, *NAMES),
     )
 
 
 def experts_hidden_calls(
-    results, d_out, d_out_q, d_out_scales, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
+    results, d_out, d_out_q, d_out_scales, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, lora_u,
     w_out_dtype, requested, w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
     """The C calls of `experts_hidden`."""
     given, names = _options(options), requested_names(requested)
-    factors, o = given
-    dh, d_w_out, d_b_out, d_weights, dh_q, dh_scales, v_in, d_a_out, d_b_factor = results
+    factors, o = given.stored, given.network
+    dh, d_w_out, d_b_out, d_weights, dh_q, dh_scales, v_in, *of_factors = results
     quantizes = o.precision == FP8 and "x" in names
     operands_out, quantize_out = quantized_operand("w_out", w_out, w_out_q, w_out_scales, o, transposed=False)
     of_operands = zip(
-        ("w_out", "b_out", "weights", "lora_a_out", "lora_b_out"),
-        (d_w_out, d_b_out, d_weights, d_a_out, d_b_factor),
+        ("w_out", "b_out", "weights", *NAMES),
+        (d_w_out, d_b_out, d_weights, *of_factors),
         strict=True,
     )
     hidden = calls.expert_ffn_backward(
@@ -346,11 +353,12 @@ def experts_hidden_calls(
             **gradient_fields(names, of_operands),
             "dh_q": dh_q if quantizes else None,
             "dh_scales": dh_scales if quantizes else None,
-            "lora_v_in": v_in if _needs_v_in(names, factors) else None,
+            "lora_u": lora_u if "lora_b_in" in names else None,
+            "lora_v_in": v_in if "x" in names and "lora_a_in" in factors else None,
             **factors.tensors(),
             **operands_out,
         },
-        given.orders,
+        given.orders(factors),
         skip_rest=1,
         **o.attributes(),
     )
@@ -361,21 +369,21 @@ def experts_hidden_calls(
 EXPERTS_HIDDEN = (
     "(Tensor d_out, Tensor? d_out_q, Tensor? d_out_scales, Tensor h, Tensor x, Tensor weights, "
     "Tensor slot_of_row, Tensor group_sizes, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, "
-    f"ScalarType w_out_dtype, int requested, {QUANTIZED}, {_OPTIONS})"
+    f"Tensor? lora_u, ScalarType w_out_dtype, int requested, {QUANTIZED}, {_OPTIONS})"
 )
-#: The first half of the backward pass of `experts`: dh, and the gradients of w_out, b_out, weights and the factors of
-#: w_out; [0] for what the requested gradients do not need. For the gradient of x also dh quantised with FP8, and v_in
-#: with an adapter of w_in. d_out may be given quantised in addition.
+#: The first half of the backward pass of `experts`: dh, and the gradients of w_out, b_out, weights and all factors; [0]
+#: for what the requested gradients do not need. For the gradient of x also dh quantised with FP8, and v_in with an
+#: adapter of w_in. d_out may be given quantised in addition.
 experts_hidden = define(
     f"experts_hidden{EXPERTS_HIDDEN} -> (Tensor dh, Tensor d_w_out, Tensor d_b_out, Tensor d_weights, Tensor dh_q, "
-    "Tensor dh_scales, Tensor lora_v_in, Tensor d_lora_a_out, Tensor d_lora_b_out)",
+    f"Tensor dh_scales, Tensor lora_v_in, {', '.join(f'Tensor d_{name}' for name in NAMES)})",
     allocate_experts_hidden,
     experts_hidden_calls,
 )
 
 
 def allocate_experts_inputs(
-    dh, dh_q, dh_scales, x, addend, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, lora_u, lora_v_in,
+    dh, dh_q, dh_scales, x, addend, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, lora_v_in,
     w_in_dtype, d_x_dtype, requested, w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
     """Empty results of `experts_inputs`."""
@@ -384,7 +392,6 @@ def allocate_experts_inputs(
         allocate(x, "x" in names, x.shape, d_x_dtype),
         allocate(w_in, "w_in" in names, w_in.shape, w_in_dtype),
         allocate(x, "b_in" in names, () if b_in is None else b_in.shape),
-        *_options(options).gradients(names, x, "lora_a_in", "lora_b_in"),
     )
 
 
@@ -392,7 +399,7 @@ def _d_x_calls(
     given, d_x, dh, dh_q, dh_scales, x, addend, row_of_slot, slot_of_row, group_sizes, w_in, lora_v_in, quantized
 ):
     """The C calls for d_x = dh W_in^T + v_in A_in^T, summed per token."""
-    factors, o = given
+    factors, o = given.stored, given.network
     E, D, P, F = sizes_of_w_in(w_in, o.w_in_layout)
     R, fp8, prepared = dh.shape[0], o.precision == FP8, []
     transposed = o.w_in_layout.startswith("d") or fp8
@@ -428,8 +435,8 @@ def _d_x_calls(
 
 
 def experts_inputs_calls(
-    results, dh, dh_q, dh_scales, x, addend, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, lora_u,
-    lora_v_in, w_in_dtype, d_x_dtype, requested, w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
+    results, dh, dh_q, dh_scales, x, addend, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, lora_v_in,
+    w_in_dtype, d_x_dtype, requested, w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
     """The C calls of `experts_inputs`."""
     given, names, prepared = _options(options), requested_names(requested), []
@@ -439,7 +446,7 @@ def experts_inputs_calls(
             given, d_x, dh, dh_q, dh_scales, x, addend, row_of_slot, slot_of_row, group_sizes, w_in, lora_v_in,
             (w_in_q, w_in_scales),
         )  # fmt: skip
-    operands = ("w_in", "b_in", "lora_a_in", "lora_b_in")
+    operands = ("w_in", "b_in")
     if names.isdisjoint(operands):
         return prepared
     weight_gradients = calls.expert_ffn_backward(
@@ -449,13 +456,11 @@ def experts_inputs_calls(
             "group_sizes": group_sizes,
             "w_in": w_in,
             "w_out": w_out,
-            "dh": None if names.isdisjoint({"w_in", "b_in", "lora_b_in"}) else dh,
+            "dh": dh,
             **gradient_fields(names, zip(operands, of_weights, strict=True)),
-            "lora_u": lora_u if "lora_b_in" in names else None,
-            "lora_v_in": lora_v_in if "lora_a_in" in names else None,
-            **given.factors.tensors(),
+            **given.stored.tensors(),
         },
-        given.orders,
+        given.orders(given.stored),
         **given.network.attributes(),
     )
     return [*prepared, weight_gradients]
@@ -465,14 +470,13 @@ def experts_inputs_calls(
 EXPERTS_INPUTS = (
     "(Tensor dh, Tensor dh_q, Tensor dh_scales, Tensor x, Tensor? addend, Tensor row_of_slot, "
     "Tensor slot_of_row, Tensor group_sizes, "
-    "Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? lora_u, Tensor? lora_v_in, ScalarType w_in_dtype, "
+    "Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? lora_v_in, ScalarType w_in_dtype, "
     f"ScalarType d_x_dtype, int requested, {QUANTIZED}, {_OPTIONS})"
 )
-#: The second half of the backward pass of `experts`: the gradients of x (plus `addend`, in `d_x_dtype`), w_in, b_in and
-#: the factors of w_in; [0] if not requested.
+#: The second half of the backward pass of `experts`: the gradients of x (plus `addend`, in `d_x_dtype`), w_in and b_in;
+#: [0] if not requested.
 experts_inputs = define(
-    f"experts_inputs{EXPERTS_INPUTS} -> (Tensor d_x, Tensor d_w_in, Tensor d_b_in, Tensor d_lora_a_in, "
-    "Tensor d_lora_b_in)",
+    f"experts_inputs{EXPERTS_INPUTS} -> (Tensor d_x, Tensor d_w_in, Tensor d_b_in)",
     allocate_experts_inputs,
     experts_inputs_calls,
 )

@@ -9,8 +9,8 @@ from typing import Any
 from anabranch.lora import NAMES
 
 OPERANDS = ("x", "w_in", "b_in", "w_out", "b_out", "weights", *NAMES)
-#: Gradients that are computed from dh.
-FROM_DH = frozenset({"x", "w_in", "b_in", "lora_a_in", "lora_b_in"})
+#: Gradients that later calls than that of the other gradients compute from dh.
+FROM_DH = frozenset({"x", "w_in", "b_in"})
 
 
 def request(needs: Mapping[str, bool]) -> int:

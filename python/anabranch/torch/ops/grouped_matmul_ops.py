@@ -49,7 +49,7 @@ def _allocate_grouped_matmul(x, w, group_sizes, transpose_w, precision, fp8_scal
 
 
 def _grouped_matmul(y, x, w, group_sizes, *options):
-    return _grouped_matmul_calls((y, None), x, w, group_sizes, Factors((None, None, 0), _LORA_FIELDS), *options, 0.0)
+    return _grouped_matmul_calls((y, None), x, w, group_sizes, Factors((None, None), 0, _LORA_FIELDS), *options, 0.0)
 
 
 grouped_matmul = define(
@@ -62,7 +62,7 @@ grouped_matmul = define(
 def _allocate_grouped_matmul_lora(
     x, w, group_sizes, lora_a, lora_b, lora_orders, transpose_w, precision, fp8_scales, lora_scale, needs_y
 ):
-    factors = Factors((lora_a, lora_b, lora_orders), _LORA_FIELDS)
+    factors = Factors((lora_a, lora_b), lora_orders, _LORA_FIELDS)
     y = _allocate_grouped_matmul(x, w, group_sizes, transpose_w, precision, fp8_scales)
     return y if needs_y else x.new_empty((0,)), x.new_empty((x.shape[0], factors.rank("lora_a")))
 
@@ -70,7 +70,7 @@ def _allocate_grouped_matmul_lora(
 def _grouped_matmul_lora(
     results, x, w, group_sizes, lora_a, lora_b, lora_orders, transpose_w, precision, fp8_scales, lora_scale, needs_y
 ):
-    factors = Factors((lora_a, lora_b, lora_orders), _LORA_FIELDS)
+    factors = Factors((lora_a, lora_b), lora_orders, _LORA_FIELDS)
     if not needs_y:
         return _low_rank_call(
             results[1], x, group_sizes, factors, lora_scale, HIGHEST if precision == FP8 else precision

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from anabranch.lora import NAMES
 from anabranch.options import Network, Router, RouterOptions
 from anabranch.rows import num_rows_needed
 from anabranch.torch.binding.check import exceeds_int32, smaller
@@ -132,8 +133,10 @@ def allocate_layer(
         raise ValueError(f"align_size: got {o.align_size}, which requires {R} rows, expected fewer than 2^31")
     rows = (integers(T, K), integers(R), integers(o.num_experts))
     quantized = (w_in_q, w_in_scales, w_out_q, w_out_scales)
-    output, h, u = allocate_experts(x, None, None, weights, *rows, w_in, b_in, w_out, b_out, *quantized, *o.of_experts)
-    return output, integers(o.num_experts), integers(), *routing, h, u, *rows
+    output, h, u, copies = allocate_experts(
+        x, None, None, weights, *rows, w_in, b_in, w_out, b_out, *quantized, *o.of_experts
+    )
+    return output, integers(o.num_experts), integers(), *routing, h, u, copies, *rows
 
 
 def layer_calls(
@@ -142,7 +145,7 @@ def layer_calls(
 ):  # fmt: skip
     """The C calls of `layer`."""
     o, calls = _parts(options), []
-    output, tokens_per_expert, dropped, *routing, h, u, row_of_slot, slot_of_row, group_sizes = results
+    output, tokens_per_expert, dropped, *routing, h, u, copies, row_of_slot, slot_of_row, group_sizes = results
     if logits is not None:
         weights, experts, score_sum, lse, histogram = routing
         routing_call = route_calls(
@@ -155,7 +158,7 @@ def layer_calls(
         experts, o.num_experts, slot_of_row.shape[0], o.align_size, 1,
     )  # fmt: skip
     network_calls = experts_calls(
-        (output, h, u), x, None, None, weights, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
+        (output, h, u, copies), x, None, None, weights, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
         w_in_q, w_in_scales, w_out_q, w_out_scales, *o.of_experts,
     )  # fmt: skip
     return [*calls, plan_call, *network_calls]
@@ -171,7 +174,7 @@ LAYER = (
 layer = define(
     f"layer{LAYER} -> (Tensor output, Tensor tokens_per_expert, Tensor dropped, Tensor weights, "
     "Tensor experts, Tensor score_sum, Tensor lse, Tensor qb_histogram, Tensor h, Tensor lora_u, "
-    "Tensor row_of_slot, Tensor slot_of_row, Tensor group_sizes)",
+    "Tensor lora_copies, Tensor row_of_slot, Tensor slot_of_row, Tensor group_sizes)",
     allocate_layer,
     layer_calls,
 )
@@ -182,20 +185,20 @@ _WEIGHTS = request({"weights": True})
 
 
 def allocate_layer_hidden(
-    d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
+    d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, lora_u,
     logits, experts, token_mask, lse, d_score_sum, d_lse, w_out_dtype, requested,
     w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
     """Empty results of `layer_hidden`."""
     results = allocate_experts_hidden(
-        d_out, None, None, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, w_out_dtype,
+        d_out, None, None, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, lora_u, w_out_dtype,
         requested | _WEIGHTS, w_in_q, w_in_scales, w_out_q, w_out_scales, *_parts(options).of_experts,
     )  # fmt: skip
     return *results, logits.new_empty(logits.shape)
 
 
 def layer_hidden_calls(
-    results, d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
+    results, d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, lora_u,
     logits, experts, token_mask, lse, d_score_sum, d_lse, w_out_dtype, requested,
     w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
@@ -203,7 +206,7 @@ def layer_hidden_calls(
     o = _parts(options)
     *experts_results, d_logits = results
     hidden = experts_hidden_calls(
-        experts_results, d_out, None, None, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
+        experts_results, d_out, None, None, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, lora_u,
         w_out_dtype, requested | _WEIGHTS, w_in_q, w_in_scales, w_out_q, w_out_scales, *o.of_experts,
     )  # fmt: skip
     d_weights = experts_results[3]
@@ -214,14 +217,14 @@ def layer_hidden_calls(
 #: The arguments of `layer_hidden`.
 LAYER_HIDDEN = (
     "(Tensor d_out, Tensor h, Tensor x, Tensor weights, Tensor slot_of_row, Tensor group_sizes, "
-    "Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, Tensor logits, Tensor experts, Tensor? token_mask, "
-    f"Tensor lse, Tensor? d_score_sum, Tensor? d_lse, ScalarType w_out_dtype, int requested, {QUANTIZED}, "
-    f"{_OPTIONS})"
+    "Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, Tensor? lora_u, Tensor logits, Tensor experts, "
+    "Tensor? token_mask, Tensor lse, Tensor? d_score_sum, Tensor? d_lse, ScalarType w_out_dtype, int requested, "
+    f"{QUANTIZED}, {_OPTIONS})"
 )
 #: The first half of the backward pass: `experts_hidden`, and `route_backward` with its gradient of the weights.
 layer_hidden = define(
     f"layer_hidden{LAYER_HIDDEN} -> (Tensor dh, Tensor d_w_out, Tensor d_b_out, Tensor d_weights, Tensor dh_q, "
-    "Tensor dh_scales, Tensor lora_v_in, Tensor d_lora_a_out, Tensor d_lora_b_out, Tensor d_logits)",
+    f"Tensor dh_scales, Tensor lora_v_in, {', '.join(f'Tensor d_{name}' for name in NAMES)}, Tensor d_logits)",
     allocate_layer_hidden,
     layer_hidden_calls,
 )

@@ -80,16 +80,16 @@ def _layer(results, *arguments):
 
 def _hidden_arguments(
     d_out, h, x, weights, maps, w_in, b_in, w_out, b_out,
-    logits, experts, token_mask, lse, d_score_sum, d_lse, d_logits_dtype, *others,
+    lora_u, logits, experts, token_mask, lse, d_score_sum, d_lse, d_logits_dtype, *others,
 ):  # fmt: skip
     """The arguments of `layer_hidden`."""
     _, slot_of_row, group_sizes = _described_maps(maps, *experts.shape, h.shape[0], logits.shape[1])
     routing = (logits, experts, token_mask, lse, d_score_sum, d_lse)
-    return d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, *routing, *others
+    return d_out, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, lora_u, *routing, *others
 
 
 #: The index of d_logits_dtype in the arguments of `packed_layer_hidden`.
-_D_LOGITS_DTYPE = 15
+_D_LOGITS_DTYPE = 16
 
 
 def _allocate_layer_hidden(*arguments):

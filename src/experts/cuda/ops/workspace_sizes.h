@@ -29,6 +29,24 @@ inline int64_t combined_columns(int64_t R, int64_t E, int64_t N, int64_t D, bool
 // The rank of an adapter's operands of FP8 GEMMs: their rows of 16-bit elements must be whole 16-byte chunks.
 constexpr int64_t padded_rank(int64_t rank) { return (rank + 7) / 8 * 8; }
 
+// A thin GEMM of rows with `columns` columns that shares a kernel with a gradient (factor_pair.h) sums parts of its
+// result [R, rank], one per kPairColumns columns.
+constexpr int64_t kPairColumns = 256;
+constexpr int64_t pair_parts(int64_t columns) { return (columns + kPairColumns - 1) / kPairColumns; }
+constexpr size_t pair_bytes(int64_t R, int64_t columns, int64_t rank) {
+  return static_cast<size_t>(pair_parts(columns) * R * rank) * sizeof(float);
+}
+
+// Whether there may be such a kernel: operands have 16 bits, the rank fits a panel of 64, and the parts take at most 64
+// MiB. With fewer rows per expert than kMinRows, reading them once gains nothing.
+constexpr bool may_pair(int64_t R, int64_t E, int64_t columns, int64_t rank, int32_t dtype) {
+  constexpr int64_t kMaxRank = 64;
+  constexpr int64_t kMaxColumns = int64_t{1} << 30;
+  constexpr int64_t kMinRows = 64;
+  return dtype != AB_FLOAT32 && rank <= kMaxRank && columns <= kMaxColumns && R / kMinRows >= E &&
+         pair_bytes(R, columns, rank) <= size_t{64} << 20;
+}
+
 // Bytes of quantised rows and their scales.
 inline size_t fp8_rows_bytes(int64_t R, int64_t columns) {
   Workspace workspace;

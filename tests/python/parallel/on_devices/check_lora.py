@@ -11,7 +11,7 @@ from meshes import P, around, assert_trees_close, kept_and_dropped, mesh_of, pla
 from anabranch.jax import Parallel, moe
 from anabranch.jax.nnx import MoE
 from anabranch.lora import NAMES
-from lora_cases import as_lora, with_lora
+from lora_cases import as_lora, lora_factors, with_lora
 from moe_cases import check_layer, operands
 
 EVERY_AXIS = dict(expert_axis="expert", data_axes="data", fsdp_axes="data", tensor_axis="tensor")
@@ -53,6 +53,23 @@ def test_drops_of_bounded_buffers(transport):
     assert dropped.sum() > 5
     with jax.set_mesh(mesh):
         check_layer(arrays, put=placed_with(mesh, parallel, case["shared"]), parallel=parallel, kept=kept, **options)
+
+
+@pytest.mark.parametrize("on", ["mesh", "tokens"])
+def test_float32_factors_of_a_16_bit_layer(on):
+    """The backward pass reads the rounded factors, and gradients are float32."""
+    mesh = mesh_of(data=2, expert=2, tensor=2)
+    parallel = Parallel(**EVERY_AXIS) if on == "mesh" else None
+    shared = ("a_in",)
+    factors = lora_factors(4, 16, 2, 24, (5, 3), shared=shared, dtype="float32")
+    arrays = operands(32, 4, 2, 16, 24, bias=True, dtype="bfloat16") | factors
+
+    def place(name, array):
+        return put(mesh, array, *((("data", "expert"),) if name in ("x", "output") else ()))
+
+    place = place if parallel is None else placed_with(mesh, parallel, shared)
+    with jax.set_mesh(mesh):
+        check_layer(arrays, put=place, topk=2, lora_scale=SCALES, parallel=parallel)
 
 
 def test_tokens_in_any_sharding(axis_type):

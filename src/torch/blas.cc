@@ -108,11 +108,11 @@ Tensor multiply(const Tensor& a, const Tensor& b, int32_t dtype) {
   if (of_device.handle == nullptr) check_blas(blas->create(&of_device.handle), "start");
   check_blas(blas->set_stream(of_device.handle, stream), "set its stream");
   check_blas(blas->set_workspace(of_device.handle, workspace.data(), kWorkspaceBytes), "set its workspace");
-  check_blas(blas->gemm(of_device.handle, right->operation, left->operation, columns, rows,
-                        static_cast<int>(a.sizes()[1]), &one, b.data(), kBFloat16, right->leading, a.data(), kBFloat16,
-                        left->leading, &zero, result.data(), dtype == bfloat16 ? kBFloat16 : kFloat32, columns,
-                        kComputeFloat32, kAlgorithm),
-             "multiply matrices");
+  check_blas(
+      blas->gemm(of_device.handle, right->operation, left->operation, columns, rows, static_cast<int>(a.sizes()[1]),
+                 &one, b.data(), kBFloat16, right->leading, a.data(), kBFloat16, left->leading, &zero, result.data(),
+                 dtype == bfloat16 ? kBFloat16 : kFloat32, columns, kComputeFloat32, kAlgorithm),
+      "multiply matrices");
   return result;
 }
 

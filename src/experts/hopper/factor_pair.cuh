@@ -298,8 +298,8 @@ ab_status launch_factor_pair(const FactorPair& pair, const SegmentBounds& bounds
   P product;
   AB_RETURN_IF_ERROR(prepare_operand("x", g.x, g.map, g.D, &product.a));
   AB_RETURN_IF_ERROR(prepare_operand("d_y", g.d_y, g.map, g.N, &product.b));
-  AB_RETURN_IF_ERROR((prepare_weights<FactorPanel, kMajorFactor>(pair.rows, pair.rows.w, g.E, pair.rows.D,
-                                                                 &product.factor)));
+  AB_RETURN_IF_ERROR(
+      (prepare_weights<FactorPanel, kMajorFactor>(pair.rows, pair.rows.w, g.E, pair.rows.D, &product.factor)));
   AB_RETURN_IF_ERROR(prepare_epilogue(g, bounds, list, &product.epilogue));
   const auto row_tiles = static_cast<int32_t>(ceil_div(g.D, Shape::kRows));
   const auto column_tiles = static_cast<int32_t>(ceil_div(g.N, Shape::kColumns));

@@ -41,8 +41,8 @@ ab_status prepare_epilogue(const WeightGradient& g, const SegmentBounds& bounds,
                                        kSubtileRows, &out->map));
   out->partials = out->map;
   if (bounds.partials == 0) return ok();
-  return make_matrices_map("partial sums", list.partials, AB_FLOAT32, bounds.partials, g.D, g.N,
-                           kSubtileColumns<float>, kSubtileRows, &out->partials);
+  return make_matrices_map("partial sums", list.partials, AB_FLOAT32, bounds.partials, g.D, g.N, kSubtileColumns<float>,
+                           kSubtileRows, &out->partials);
 }
 
 template <class Shape, class Element, Gathered kGathered>

@@ -379,7 +379,8 @@ ab_status launch_backward_generic(const RouterBackward& op, cudaStream_t stream)
   GenericCall call{};
   call.op = op;
   const int64_t size = dtype_size(op.logits_dtype);
-  call.vectors = rows_are_vectors(op.logits, op.E, size) && rows_are_vectors(op.d_logits, op.E, dtype_size(op.d_logits_dtype));
+  call.vectors =
+      rows_are_vectors(op.logits, op.E, size) && rows_are_vectors(op.d_logits, op.E, dtype_size(op.d_logits_dtype));
   call.aux_vectors = op.d_aux_scores.data != nullptr &&
                      rows_are_vectors(op.d_aux_scores.data, op.E, dtype_size(op.d_aux_scores.dtype));
   int64_t used = 0;

@@ -102,7 +102,7 @@ def test_the_backward_pass_reads_the_copies(recorded, function, observed):
     with mode:
         _, (_, *gradients) = step(run, lora, ("pfd", "df"))
     backward = {name: dtypes for (is_backward, name), dtypes in recorded.items() if is_backward}
-    assert backward == dict.fromkeys((*NAMES, "lora_b"), {torch.bfloat16})
+    assert backward == {key: {torch.bfloat16} for key in (*NAMES, "lora_b")}
     assert recorded[False, "lora_a_in"] == {torch.float32} and recorded[False, "lora_b"] == {torch.bfloat16}
     assert all(gradient.dtype == torch.float32 for gradient in gradients)
 

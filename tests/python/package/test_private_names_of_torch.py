@@ -30,7 +30,7 @@ from anabranch.precision import HIGHEST
 from anabranch.torch.binding import check, derivatives, eager, private
 from anabranch.torch.layer import submodules
 from anabranch.torch.ops import torch_ops
-from anabranch.torch.parallel.exchange import TRANSPORTS
+from anabranch.torch.parallel.transports import TRANSPORTS
 from anabranch.torch.transformers.recognition import recognise_plain
 
 ROOT = pathlib.Path(ab.__file__).parent

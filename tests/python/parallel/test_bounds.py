@@ -74,7 +74,7 @@ def test_a_capacity_beyond_all_slots_drops_nothing():
     assert capacity_of(1e-30, tokens=10, topk=2, ranks=4, slots_per_token=2) == 1
 
 
-@pytest.mark.parametrize("transport", ["ring", "all_to_all", "ragged"])
+@pytest.mark.parametrize("transport", ["ring", "p2p", "all_to_all", "ragged"])
 def test_counts_and_rows_beyond_int32_are_an_error(transport):
     bounds(256, 4, 2**20, 4, align_size=128).check(transport)
     with pytest.raises(ValueError, match=r"x: got 1048576 tokens with topk 4 on each of 512 ranks, expected fewer"):
@@ -85,7 +85,10 @@ def test_counts_and_rows_beyond_int32_are_an_error(transport):
 
 def test_traffic_and_choice():
     b = bounds(8, 4, 1000, 2)
-    assert traffic(b, 2) == {"ring": 2 * 7 * 1000 * 2, "all_to_all": 2 * 7 * 2000 * 2, "ragged": 2 * 2000 * 7 / 8 * 2}
+    assert traffic(b, 2) == {
+        "ring": 2 * 7 * 1000 * 2, "p2p": 2 * 7 * 1000 * 2, "all_to_all": 2 * 7 * 2000 * 2,
+        "ragged": 2 * 2000 * 7 / 8 * 2,
+    }  # fmt: skip
     assert choose("cpu", bounds(2, 4, 1000, 1), 4) == "ring"
     assert choose("gpu", bounds(512, 4, 1000, 1), 2) == "ragged"
     # A tight bound makes regions small: 100 rows for all assignments that a rank may get.

@@ -208,7 +208,8 @@ def round_weights(config: LayerConfig, operands: Operands) -> Operands:
 def round_factors(operands: Operands) -> Operands:
     """Casts the factors of adapters to the dtype of x, in which they are multiplied."""
     dtype = operands.x.dtype
-    return operands._replace(**{n: None if (a := getattr(operands, n)) is None else a.astype(dtype) for n in NAMES})
+    rounded: dict[str, Any] = {n: None if (a := getattr(operands, n)) is None else a.astype(dtype) for n in NAMES}
+    return operands._replace(**rounded)
 
 
 def quantize_weights(config: LayerConfig, operands: Operands, *, backward: bool) -> Operands:

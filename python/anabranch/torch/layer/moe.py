@@ -147,7 +147,7 @@ def moe(
       group: the P ranks that share the experts. Each rank passes its own tokens, the same number on every rank, the
         whole gate, and its E/P experts in w_in and w_out: rank r holds the experts from r E/P on. None: this process
         holds all experts.
-      transport: "ring", "all_to_all", or "auto", which compares time estimates; see docs/scaling.md.
+      transport: "ring", "p2p", "all_to_all", or "auto", which compares time estimates; see docs/scaling.md.
       capacity_factor: None: nothing is dropped, and buffers hold the worst case. Otherwise a rank accepts at most
         ceil(capacity_factor T K) slots, where T is the tokens of one rank. Slots that come last in the order (source,
         token, k) are dropped, deterministically.

@@ -79,9 +79,7 @@ def _network(config: GroupConfig, topk: int) -> Any:
 
 def _start(config: GroupConfig, chosen: Transport, tokens: Tensor) -> Sending:
     """Starts to send tokens [T, D], in FP8 with fp8_exchange."""
-    return chosen.start(
-        pack(quantize_rows(tokens, config.layer.network.fp8_scales)) if config.fp8_exchange else tokens
-    )
+    return chosen.start(pack(quantize_rows(tokens, config.layer.network.fp8_scales)) if config.fp8_exchange else tokens)
 
 
 def _arrived(chosen: Transport, route: Route, sending: Sending, D: int) -> QuantizedOperand:

@@ -16,7 +16,7 @@ run on the current stream, in the same order on every rank.
 
 import abc
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -261,7 +261,9 @@ class Padded(Transport):
         addend: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """See Transport. Rows are sent in their own dtype and added in the order of k."""
-        out: Tensor = torch_ops.combine(self.ranks.exchange(returning.sums), route.sent_row_of_slot, weights, addend, dtype)
+        out: Tensor = torch_ops.combine(
+            self.ranks.exchange(returning.sums), route.sent_row_of_slot, weights, addend, dtype
+        )
         return out
 
     def collect_weights(self, route: Route, weights: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The transport "p2p": the ring's exchanges over the memory of peers (include/anabranch/exchange.h), without NCCL.
 
 The experts read arrived tokens where the peers have written them, and `collect` reads the returned sums there. So a
-pass must end with `collect`, which releases this memory; every result that is computed from arrived tokens comes before.
+pass must end with `collect`, which releases this memory. Whatever is computed from arrived tokens comes before.
 """
 
 from typing import Any
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anabranch.peer_exchange import FINISH, START
 from anabranch.torch.binding import private
 from anabranch.torch.binding.define import _ops
 from anabranch.torch.binding.derivatives import reject_derivative
 from anabranch.torch.ops import torch_ops
-from anabranch.peer_exchange import FINISH, START
 from anabranch.torch.parallel.exchange import Ranks, Returning, Ring, Route, Sending
 from anabranch.torch.parallel.peers import exchanges_of, unavailable_reason
 
@@ -94,7 +94,9 @@ _finish_op = _define(
 )
 _exchange_op = _define("p2p_exchange(Tensor x, str group) -> Tensor", _exchange, lambda x, group: torch.empty_like(x))
 #: Starts to return sums, and adds up those that arrive. In between, `sums` must not change.
-_return_op = _define("p2p_return(Tensor sums, str group) -> Tensor", _return, lambda sums, group: torch.empty_like(sums))
+_return_op = _define(
+    "p2p_return(Tensor sums, str group) -> Tensor", _return, lambda sums, group: torch.empty_like(sums)
+)
 _collect_op = _define(
     "p2p_collect(Tensor sums, Tensor returning, Tensor rows, Tensor? weights, Tensor? addend, ScalarType dtype, "
     "str group) -> Tensor",

@@ -7,8 +7,8 @@
 
 namespace anabranch::cuda {
 
-// A thin RowsProduct y = factor m op(f[e]) of rows m and a factor f, and the gradient of f, which is m^T d_y or x^T m. A
-// kernel for both reads m once. It sums y in parts of kPairColumns columns of m, which are added in ascending order.
+// A thin RowsProduct y = factor m op(f[e]) of rows m and a factor f, and the gradient of f, which is m^T d_y or x^T m.
+// A kernel for both reads m once. It sums y in parts of kPairColumns columns of m, which are added in ascending order.
 struct FactorPair {
   RowsProduct rows;
   WeightGradient gradient;

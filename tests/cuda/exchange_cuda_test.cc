@@ -200,7 +200,7 @@ TEST_F(ExchangeCuda, AnExchangeIsReplacedByALargerOne) {
 
 TEST_F(ExchangeCuda, ARankThatMakesNoCallIsNamed) {
   Script script(2, 0, 1);
-  script.steps.push_back({true, 1, 1000, false, false, 0, 0});
+  script.steps.push_back({true, 1, 1000, false, false, false, 0, 0});
   script.out_bytes = 2000;
   LocalRanks ranks(script, 1);
   const auto start = std::chrono::steady_clock::now();
@@ -218,7 +218,7 @@ TEST_F(ExchangeCuda, ARankThatMakesNoCallIsNamed) {
 
 TEST_F(ExchangeCuda, DifferentCallsAreNoticed) {
   Script script(2, 0, 1);
-  for (const int64_t bytes : {64, 128}) script.steps.push_back({true, 0, bytes, false, true, 0, 0});
+  for (const int64_t bytes : {64, 128}) script.steps.push_back({true, 0, bytes, false, true, false, 0, 0});
   script.out_bytes = 256;
   LocalRanks ranks(script);
   for (int r = 0; r < 2; ++r) ranks.use(r).enqueue(script.steps[static_cast<size_t>(r)]);
@@ -320,7 +320,7 @@ void make_calls(const Meeting& meeting, int rank, const Script& script, const st
 // The last rank ends after the others have opened its memory.
 void end_early(const Meeting& meeting, int rank, int ranks) {
   Script script(ranks, 0, 1);
-  script.steps.push_back({true, 1, 1000, false, false, 0, 0});
+  script.steps.push_back({true, 1, 1000, false, false, false, 0, 0});
   script.out_bytes = 1000 * ranks;
   ExchangeRank own(rank, rank, script, 1);
   EXPECT_OK(own.connect(meeting.gather("handle", own.handle())));

@@ -1,17 +1,23 @@
-// bench_exchange_cuda: GB/s that each rank sends in exchanges between the GPUs of this machine.
+// bench_exchange_cuda: GB/s that each rank sends in exchanges between the GPUs of this machine, and the latency of
+// small calls.
 //
-//   bench_exchange_cuda [--mib N]... [--repeats N]
+//   bench_exchange_cuda [--kib N]... [--mib N]... [--repeats N]
 //
-// For 2 to all GPUs and every size of a block (default 32, 64 and 128 MiB), in one process and in a process per GPU:
+// For 2 to all GPUs and every size of a block (default 256 KiB, 32, 64 and 128 MiB), in one process and in a process
+// per GPU:
 //
 //   copies      cudaMemcpyAsync pushes to all peers, without flags: the ceiling
 //   stays       all_gather into the buffer, then release
 //   all_gather  all_gather to an output
 //   all_to_all  all_to_all to an output
 //   lockstep    all_gather into the buffer with lockstep
+//   stays beside, all_gather beside
+//               for small blocks: while another exchange of the same devices pushes 32 MiB to each peer
 //
-// A figure is (P - 1) blocks over the time of the slowest rank, the median of the repeats. Calls alternate between two
-// buffers. A repeat is 4 calls; ranks are aligned before it by a small exchange on the device.
+// For blocks of at most 512 KiB, which one kernel moves if the call has an output, a figure is the microseconds of a
+// call; for larger blocks, (P - 1) blocks over the time of a call in GB/s. The time is that of the slowest rank, the
+// median of the repeats. Calls alternate between two buffers. A repeat is 4 calls; ranks are aligned before it by a
+// small exchange on the device.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -42,8 +48,56 @@ namespace anabranch::bench {
   } while (false)
 
 constexpr const char* kNames[] = {"copies", "stays", "all_gather", "all_to_all", "lockstep"};
+constexpr const char* kSmallNames[] = {"stays beside", "all_gather beside"};
 constexpr int kCalls = 4;
 constexpr int kAlignBuffer = 2;
+constexpr int64_t kPushBytes = 32 << 20;
+
+bool is_beside(const std::string& name) { return name.ends_with(" beside"); }
+
+// Another exchange, whose pushes occupy the copy engines.
+class Push {
+ public:
+  Push(int rank, int ranks) : rank_(rank), ranks_(ranks) {
+    const ab_exchange_create_args args{sizeof(args), rank, rank, ranks, 60, {kPushBytes * ranks, 0, 0, 0}};
+    CHECK_OK(ab_cuda_exchange_create(&args, &exchange_));
+  }
+  ~Push() { CHECK_OK(ab_cuda_exchange_destroy(exchange_)); }
+  Push(const Push&) = delete;
+  Push& operator=(const Push&) = delete;
+
+  std::vector<char> handle() const {
+    std::vector<char> bytes(AB_EXCHANGE_HANDLE_BYTES);
+    CHECK_OK(ab_cuda_exchange_export(exchange_, bytes.data()));
+    return bytes;
+  }
+  void connect(const std::vector<char>& handles) {
+    CHECK_OK(ab_cuda_exchange_connect(exchange_, handles.data(), handles.size()));
+  }
+  void start(cudaStream_t stream) { call(AB_EXCHANGE_START, stream); }
+  void finish(cudaStream_t stream) {
+    call(AB_EXCHANGE_FINISH, stream);
+    const ab_exec exec{sizeof(ab_exec), 0, stream, nullptr, 0};
+    const ab_exchange_release_args release{sizeof(release), exchange_, 0, 0};
+    CHECK_OK(ab_cuda_exchange_release(&release, &exec));
+  }
+
+ private:
+  // x is this rank's place in the buffer.
+  void call(int32_t part, cudaStream_t stream) {
+    void* buffer = nullptr;
+    int64_t bytes = 0;
+    CHECK_OK(ab_cuda_exchange_buffer(exchange_, 0, &buffer, &bytes));
+    const ab_tensor x{static_cast<char*>(buffer) + rank_ * kPushBytes, AB_UINT8, 2, {kPushBytes, 1}, nullptr};
+    const ab_exec exec{sizeof(ab_exec), 0, stream, nullptr, 0};
+    const ab_exchange_all_gather_args args{sizeof(args), exchange_, 0, 0, part, 0, &x, nullptr};
+    CHECK_OK(ab_cuda_exchange_all_gather(&args, &exec));
+  }
+
+  int rank_;
+  int ranks_;
+  ab_exchange* exchange_ = nullptr;
+};
 
 // A rank with the device of its number.
 class Rank {
@@ -82,6 +136,7 @@ class Rank {
   void use() const { CHECK_CUDA(cudaSetDevice(rank_)); }
 
   void align() { gather(kAlignBuffer, 64, false, true); }
+  cudaStream_t stream() const { return stream_; }
   void begin() { CHECK_CUDA(cudaEventRecord(events_[0], stream_)); }
   void end() { CHECK_CUDA(cudaEventRecord(events_[1], stream_)); }
   float milliseconds() const {
@@ -94,7 +149,7 @@ class Rank {
   void call(const std::string& name, int buffer) {
     if (name == "copies") return copy(buffer);
     if (name == "all_to_all") return regions(buffer);
-    gather(buffer, bytes_, name == "lockstep", name != "all_gather");
+    gather(buffer, bytes_, name == "lockstep", !name.starts_with("all_gather"));
   }
 
  private:
@@ -141,16 +196,25 @@ void for_each(const std::vector<std::unique_ptr<Rank>>& ranks, const F& f) {
   }
 }
 
+using Pushes = std::vector<std::unique_ptr<Push>>;  // of the same ranks
+
 // The milliseconds of a call, the slowest rank of this process, for every repeat.
-std::vector<float> time_calls(const std::vector<std::unique_ptr<Rank>>& ranks, const std::string& name, int repeats) {
+std::vector<float> time_calls(const std::vector<std::unique_ptr<Rank>>& ranks, const Pushes& pushes,
+                              const std::string& name, int repeats) {
   std::vector<float> times;
   for (int repeat = -2; repeat < repeats; ++repeat) {
     for_each(ranks, [](Rank& rank) { rank.align(); });
+    const auto for_each_push = [&](const auto& f) {
+      size_t i = 0;
+      if (is_beside(name)) for_each(ranks, [&](Rank& rank) { f(*pushes[i++], rank.stream()); });
+    };
+    for_each_push([](Push& push, cudaStream_t stream) { push.start(stream); });
     for_each(ranks, [](Rank& rank) { rank.begin(); });
     for (int call = 0; call < kCalls; ++call) {
       for_each(ranks, [&](Rank& rank) { rank.call(name, call % 2); });
     }
     for_each(ranks, [](Rank& rank) { rank.end(); });
+    for_each_push([](Push& push, cudaStream_t stream) { push.finish(stream); });
     float slowest = 0;
     for_each(ranks, [&](Rank& rank) { slowest = std::max(slowest, rank.milliseconds() / kCalls); });
     if (repeat >= 0) times.push_back(slowest);
@@ -158,24 +222,36 @@ std::vector<float> time_calls(const std::vector<std::unique_ptr<Rank>>& ranks, c
   return times;
 }
 
-// Makes the measurements on this process's ranks. gather(name, bytes) returns the bytes of all processes.
-template <class Gather>
-void measure(const std::vector<int>& own, int ranks, int64_t mib, int repeats, const Gather& gather) {
-  const int64_t bytes = mib << 20;
-  std::vector<std::unique_ptr<Rank>> mine;
+template <class Exchanges, class Gather>
+void connect(const Exchanges& exchanges, const char* name, const Gather& gather) {
   std::vector<char> handles;
-  for (const int r : own) {
-    mine.push_back(std::make_unique<Rank>(r, ranks, bytes));
-    const std::vector<char> handle = mine.back()->handle();
+  for (const auto& exchange : exchanges) {
+    const std::vector<char> handle = exchange->handle();
     handles.insert(handles.end(), handle.begin(), handle.end());
   }
-  handles = gather("handles", handles);
-  for (const auto& rank : mine) rank->connect(handles);
+  handles = gather(name, handles);
+  for (const auto& exchange : exchanges) exchange->connect(handles);
+}
+
+// Makes the measurements on this process's ranks. gather(name, bytes) returns the bytes of all processes.
+template <class Gather>
+void measure(const std::vector<int>& own, int ranks, int64_t bytes, int repeats, const Gather& gather) {
+  const bool is_small = bytes <= exchange::kSmallBytes;
+  std::vector<std::unique_ptr<Rank>> mine;
+  Pushes pushes;
+  for (const int r : own) {
+    mine.push_back(std::make_unique<Rank>(r, ranks, bytes));
+    if (is_small) pushes.push_back(std::make_unique<Push>(r, ranks));
+  }
+  connect(mine, "handles", gather);
+  if (is_small) connect(pushes, "handles of pushes", gather);
   const bool prints = own[0] == 0;
-  for (const char* name : kNames) {
-    const std::vector<float> times = time_calls(mine, name, repeats);
+  std::vector<std::string> names(std::begin(kNames), std::end(kNames));
+  if (is_small) names.insert(names.end(), std::begin(kSmallNames), std::end(kSmallNames));
+  for (const std::string& name : names) {
+    const std::vector<float> times = time_calls(mine, pushes, name, repeats);
     const auto* first = reinterpret_cast<const char*>(times.data());
-    const std::vector<char> all = gather(name, {first, first + times.size() * sizeof(float)});
+    const std::vector<char> all = gather(name.c_str(), {first, first + times.size() * sizeof(float)});
     std::vector<float> slowest(times.size(), 0);
     for (size_t i = 0; i < all.size() / sizeof(float); ++i) {
       float time = 0;
@@ -183,8 +259,10 @@ void measure(const std::vector<int>& own, int ranks, int64_t mib, int repeats, c
       slowest[i % times.size()] = std::max(slowest[i % times.size()], time);
     }
     std::ranges::sort(slowest);
-    const double rate = static_cast<double>((ranks - 1) * bytes) / slowest[slowest.size() / 2] * 1e-6;
-    if (prints) std::printf("  %s %4.0f", name, rate);
+    const double milliseconds = slowest[slowest.size() / 2];
+    const double rate = static_cast<double>((ranks - 1) * bytes) / milliseconds * 1e-6;
+    if (prints && is_small) std::printf("  %s %4.1f us", name.c_str(), milliseconds * 1e3);
+    if (prints && !is_small) std::printf("  %s %4.0f", name.c_str(), rate);
   }
   if (prints) std::printf("\n");
   std::fflush(stdout);
@@ -199,17 +277,20 @@ int run(const std::vector<int64_t>& sizes, int repeats) {
   }
   cudaDeviceProp properties;
   CHECK_CUDA(cudaGetDeviceProperties(&properties, 0));
-  std::printf("%d x %s; GB/s that a rank sends\n", devices, properties.name);
+  std::printf("%d x %s; GB/s that a rank sends, or us of a small call\n", devices, properties.name);
   for (int P = 2; P <= devices; ++P) {
-    for (const int64_t mib : sizes) {
-      std::printf("P = %d, %4lld MiB blocks, one process:    ", P, static_cast<long long>(mib));
+    for (const int64_t bytes : sizes) {
+      const bool is_mib = bytes % (1 << 20) == 0;
+      const long long count = bytes >> (is_mib ? 20 : 10);
+      const char* const unit = is_mib ? "MiB" : "KiB";
+      std::printf("P = %d, %4lld %s blocks, one process:    ", P, count, unit);
       std::vector<int> all;
       for (int r = 0; r < P; ++r) all.push_back(r);
-      measure(all, P, mib, repeats, [](const char*, std::vector<char> bytes) { return bytes; });
-      std::printf("P = %d, %4lld MiB blocks, %d processes:    ", P, static_cast<long long>(mib), P);
+      measure(all, P, bytes, repeats, [](const char*, std::vector<char> own) { return own; });
+      std::printf("P = %d, %4lld %s blocks, %d processes:    ", P, count, unit, P);
       std::fflush(stdout);
       const auto statuses =
-          testing::run_ranks(P, {std::to_string(mib), std::to_string(repeats)}, std::chrono::seconds(120));
+          testing::run_ranks(P, {std::to_string(bytes), std::to_string(repeats)}, std::chrono::seconds(120));
       if (std::ranges::any_of(statuses, [](int status) { return status != 0; })) return 1;
     }
   }
@@ -234,14 +315,16 @@ int main(int count, char** arguments) {
   for (size_t i = 0; i < words.size(); i += 2) {
     const int64_t value = i + 1 < words.size() ? std::atoll(words[i + 1].c_str()) : 0;
     if (words[i] == "--mib" && value > 0 && value <= 4096) {
-      sizes.push_back(value);
+      sizes.push_back(value << 20);
+    } else if (words[i] == "--kib" && value > 0 && value <= 4096 << 10) {
+      sizes.push_back(value << 10);
     } else if (words[i] == "--repeats" && value > 0) {
       repeats = static_cast<int>(value);
     } else {
-      std::printf("got %s, expected --mib 1..4096 or --repeats N\n", words[i].c_str());
+      std::printf("got %s, expected --mib 1..4096, --kib 1..4194304 or --repeats N\n", words[i].c_str());
       return 2;
     }
   }
-  if (sizes.empty()) sizes = {32, 64, 128};
+  if (sizes.empty()) sizes = {256 << 10, 32 << 20, 64 << 20, 128 << 20};
   return bench::run(sizes, repeats);
 }

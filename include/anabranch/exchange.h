@@ -1,7 +1,8 @@
 /* Exchange of blocks between the GPUs of one host over NVLink or PCIe: libanabranch_cuda.so.
  *
  * A group has P ranks, one per device. Each rank owns an exchange: buffers in device memory that its peers write to,
- * and flags. Copy engines push the blocks, so a transfer takes no SMs from the kernels that run beside it.
+ * and flags. Copy engines push the blocks, so a transfer takes no SMs from the kernels that run beside it. Small blocks
+ * are pushed by a kernel, which takes less time.
  * The ranks may be in one process (peer access) or in several processes of one host (cudaIpc).
  *
  * Order of calls:
@@ -10,17 +11,18 @@
  *     2. export, and exchange the handles of all ranks (all-gather of AB_EXCHANGE_HANDLE_BYTES bytes)
  *     3. connect, on every rank, with the handles in the order of the ranks. The ranks then compare their statuses; if
  *        one of them failed, all destroy their exchanges.
- *     4. all_gather, all_to_all, release: on every rank in the same order, with the same buffers and sizes
+ *     4. all_gather, all_to_all, release: on every rank in the same order, with the same buffers, sizes, lockstep and
+ *        part, and with `out` on all ranks or on none
  *     5. destroy, on every rank, after its last call
  *
  * An exchange has a fixed size. To grow it, the ranks agree on the new size, destroy the old exchange, create a larger
  * one and connect it. The old memory is freed at the latest by that connect.
  *
- * Streams and graphs. A call enqueues its work on exec->stream and on a stream of the exchange, which forks from and
- * joins exec->stream, and returns: it never waits for the device or for another rank, and allocates nothing. All state
- * that changes from call to call is in device memory. So calls can be captured in CUDA graphs, and replays can be mixed
- * with other calls. The calls on one exchange must run one after another on the device: on one stream, or on streams
- * that events order. The current device must be that of the exchange.
+ * Streams and graphs. A call enqueues its work on exec->stream and, for large blocks, on a stream of the exchange,
+ * which forks from and joins exec->stream, and returns: it never waits for the device or for another rank, and
+ * allocates nothing. All state that changes from call to call is in device memory. So calls can be captured in CUDA
+ * graphs, and replays can be mixed with other calls. The calls on one exchange must run one after another on the
+ * device: on one stream, or on streams that events order. The current device must be that of the exchange.
  *
  * Deadlock. The device work of a call waits only for earlier steps of the same calls of other ranks. It cannot
  * deadlock if
@@ -100,7 +102,11 @@ AB_API void ab_cuda_exchange_describe(const ab_exchange* exchange, char* text, s
  *
  * part: a call can be made in two parts with equal arguments, START and FINISH, to overlap the transfer with kernels in
  * between. x must not change and `out` must not be read before FINISH; both parts must be on one stream or ordered by
- * events, and no other call on the exchange comes between them. */
+ * events, and no other call on the exchange comes between them.
+ *
+ * Small blocks: a call with `out`, part = AB_EXCHANGE_WHOLE, lockstep = 0 and blocks of at most 512 KiB is one kernel
+ * of at most 16 thread blocks. It needs no copy engine, so it does not wait until pushes of other exchanges have ended.
+ */
 enum { AB_EXCHANGE_WHOLE = 0, AB_EXCHANGE_START = 1, AB_EXCHANGE_FINISH = 2 };
 
 /* out = the x of all ranks, in the order of the ranks. */

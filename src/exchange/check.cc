@@ -26,6 +26,8 @@ const char* name_of(Operation operation) {
   switch (operation) {
     case Operation::all_gather: return "all_gather";
     case Operation::all_to_all: return "all_to_all";
+    case Operation::small_all_gather: return "all_gather by one kernel";
+    case Operation::small_all_to_all: return "all_to_all by one kernel";
     default: return "no operation";
   }
 }
@@ -54,8 +56,11 @@ ab_status check_call(const Args* args, const Shape& shape, const Call& call) {
 }
 
 template <class Args>
-void fill(const Args* args, Operation operation, Call* call) {
-  call->operation = operation;
+void fill(const Args* args, Operation operation, Operation small_operation, int64_t bytes, Call* call) {
+  const bool is_small =
+      bytes <= kSmallBytes && args->out != nullptr && args->part == AB_EXCHANGE_WHOLE && args->lockstep == 0;
+  call->operation = is_small ? small_operation : operation;
+  call->bytes = bytes;
   call->buffer = args->buffer;
   call->lockstep = args->lockstep == 1;
   call->part = args->part;
@@ -103,8 +108,7 @@ ab_status check_all_gather(const ab_exchange_all_gather_args* args, const Shape&
   AB_RETURN_IF_ERROR(check_tensor("x", args->x, kDtypes, {{"T"}, {"D"}}));
   AB_RETURN_IF_ERROR(check_optional("out", args->out, 1u << args->x->dtype,
                                     {{"P T", shape.ranks * args->x->shape[0]}, {"D", args->x->shape[1]}}));
-  fill(args, Operation::all_gather, call);
-  call->bytes = bytes_of(*args->x);
+  fill(args, Operation::all_gather, Operation::small_all_gather, bytes_of(*args->x), call);
   return check_call(args, shape, *call);
 }
 
@@ -116,8 +120,7 @@ ab_status check_all_to_all(const ab_exchange_all_to_all_args* args, const Shape&
                       shape.ranks);
   }
   AB_RETURN_IF_ERROR(check_optional("out", args->out, 1u << args->x->dtype, {{"P T", rows}, {"D", args->x->shape[1]}}));
-  fill(args, Operation::all_to_all, call);
-  call->bytes = bytes_of(*args->x) / shape.ranks;
+  fill(args, Operation::all_to_all, Operation::small_all_to_all, bytes_of(*args->x) / shape.ranks, call);
   call->stride = call->bytes;
   return check_call(args, shape, *call);
 }

@@ -22,6 +22,10 @@ constexpr double kDefaultTimeout = 600;
 // Checks the rank, the sizes and the time limit. `variable` is the value of ANABRANCH_EXCHANGE_TIMEOUT, or nullptr.
 ab_status check_create(const ab_exchange_create_args* args, const char* variable, Shape* shape, uint64_t* limit);
 
+// Blocks of at most this size are moved by one kernel instead of copy engines if the call has an output, is made as a
+// whole and is not in lockstep. For larger blocks the copy engines are faster and take no SMs.
+constexpr int64_t kSmallBytes = 512 << 10;
+
 // A checked call: this rank sends `bytes` bytes to every rank, from x + d * stride to rank d.
 struct Call {
   Operation operation = Operation::none;
@@ -33,6 +37,8 @@ struct Call {
   const char* x = nullptr;
   char* out = nullptr;  // of ranks * bytes bytes
   bool stays_in_buffer = false;
+
+  bool is_small() const { return operation == Operation::small_all_gather || operation == Operation::small_all_to_all; }
 };
 
 constexpr bool is_buffer(int32_t buffer) { return buffer >= 0 && buffer < kBuffers; }

@@ -18,6 +18,16 @@
 // one, as long as all ranks make the calls on all exchanges in one order. begin, await and release take one warp;
 // pushes take none, so no kernel that fills the device can block them.
 //
+// A small call makes all steps of a use in one kernel. Thread block i moves slice i of the block of every rank: it
+// waits for the releases of the peers, pushes its slice as phase i, waits for phase i of the peers and reads it. The
+// last thread block to finish makes the use the current one and releases it.
+//
+// No deadlock: thread blocks are numbered in the order in which they start. Thread block i waits for earlier uses, and
+// for the push of thread block i of the peers, which does not wait for this use. Let i be the lowest number of a thread
+// block, on any rank, that has not finished. Wherever thread block i has not started, all lower ones have finished and
+// no higher one has started, so this kernel occupies nothing there. So a device needs room for one thread block, not
+// for the whole grid. If another kernel fills the device, the call waits until that kernel ends, as begin does.
+//
 // A rank whose wait fails goes on, since its copies may be part of a graph, and pushes without permission. Before that
 // it has set `failure` of all ranks. A reader checks `failure` after it has read, so it notices in time.
 #pragma once
@@ -35,7 +45,8 @@ namespace anabranch::exchange {
 constexpr int kMaxRanks = 16;
 constexpr int kBuffers = 4;
 constexpr int kPhases = 16;  // parts of a use that arrive one by one
-// A phase that some uses push and others do not must be pushed at least once in 2^24 uses: numbers wrap around.
+// Numbers wrap around. So a phase that some uses push and others do not must be pushed at least once in 2^24 uses, or
+// its flag must be cleared by forget_arrival().
 
 // The flags of a rank, in its memory. p: a rank.
 struct Flags {
@@ -47,6 +58,7 @@ struct Flags {
   Word left[kMaxRanks];                        // [p]: 1 after p has made its last access; written by p
   Word scratch[2];                             // for the first copy
   uint32_t finished_blocks[kBuffers];          // blocks of the kernel that reads a buffer; 0 between kernels
+  uint32_t started_blocks[kBuffers];           // blocks of a small call; 0 between kernels
 };
 
 // The first failure that a rank notices, in host memory. `seen` and `expected` are flags, or 0.
@@ -87,17 +99,34 @@ class Protocol {
     return false;
   }
 
-  // Begins the next use, after await_release() for all ranks.
-  AB_EXCHANGE_INLINE void begin(int buffer, Operation operation, int64_t bytes) const {
-    const uint32_t number = next_number(number_of(Memory::load(&own().use[buffer])));
-    Memory::store(&own().use[buffer], make_use(number, operation, bytes));
+  // The word of the use after the current one.
+  AB_EXCHANGE_INLINE Word next_use(int buffer, Operation operation, int64_t bytes) const {
+    return make_use(next_number(number_of(Memory::load(&own().use[buffer]))), operation, bytes);
   }
 
-  // Waits until a phase of the current use has arrived from `peer`. Returns whether it has.
-  AB_EXCHANGE_INLINE bool await_arrival(int buffer, int phase, int peer) const {
+  // Makes the next use the current one, after await_release() for all ranks. A small call does so when all of its
+  // blocks have finished, since they compute the word from the previous one.
+  AB_EXCHANGE_INLINE void begin(int buffer, Word use) const { Memory::store(&own().use[buffer], use); }
+
+  // Tells `peer` that a phase of a use has been pushed completely.
+  AB_EXCHANGE_INLINE void signal(int buffer, int phase, int peer, Word use) const {
+    Memory::store(&group_.flags[peer]->arrived[buffer][phase][group_.rank], use);
+  }
+
+  // Waits until a phase of a use has arrived from `peer`. Returns whether it has.
+  AB_EXCHANGE_INLINE bool await_arrival(int buffer, int phase, int peer, Word use) const {
     if (peer == group_.rank) return true;
-    const Word use = Memory::load(&own().use[buffer]);
     return await(&own().arrived[buffer][phase][peer], use, FailureKind::not_arrived, buffer, phase, peer);
+  }
+
+  // await_arrival() for the current use.
+  AB_EXCHANGE_INLINE bool await_arrival(int buffer, int phase, int peer) const {
+    return await_arrival(buffer, phase, peer, Memory::load(&own().use[buffer]));
+  }
+
+  // Clears the flag of a phase after its await_arrival(), before the release. Until then `peer` does not write to it.
+  AB_EXCHANGE_INLINE void forget_arrival(int buffer, int phase, int peer) const {
+    own().arrived[buffer][phase][peer] = 0;
   }
 
   // After reading a buffer: whether what was read is valid.
@@ -106,13 +135,18 @@ class Protocol {
     return Memory::load(&own().failure) == 0;
   }
 
-  // Tells `peer`, which may be this rank, that the current use has ended.
-  AB_EXCHANGE_INLINE void release(int buffer, int peer) const {
+  // Tells `peer`, which may be this rank, that a use has ended.
+  AB_EXCHANGE_INLINE void release(int buffer, int peer, Word use) const {
     if (const Word failure = Memory::load(&own().failure); failure != 0) {
       fail(failure, 0, 0);
     } else {
-      Memory::store(&group_.flags[peer]->released[buffer][group_.rank], Memory::load(&own().use[buffer]));
+      Memory::store(&group_.flags[peer]->released[buffer][group_.rank], use);
     }
+  }
+
+  // release() for the current use.
+  AB_EXCHANGE_INLINE void release(int buffer, int peer) const {
+    release(buffer, peer, Memory::load(&own().use[buffer]));
   }
 
  private:

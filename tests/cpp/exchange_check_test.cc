@@ -99,6 +99,37 @@ TEST(ExchangeCalls, BlocksAreThoseOfTheShapes) {
   EXPECT_EQ(call.bytes, 0);
 }
 
+// Ranks choose by arguments that are the same on all of them.
+TEST(ExchangeCalls, SmallBlocksWithAnOutputAreMovedByOneKernel) {
+  const int64_t most = kSmallBytes;
+  const Shape shape = shape_of(0, 2, 2 * most + 2);
+  const auto operation_for = [&](int64_t bytes, bool has_out, int32_t lockstep, int32_t part) {
+    char memory = 0;
+    const ab_tensor x{&memory, AB_UINT8, 2, {bytes, 1}, nullptr};
+    const ab_tensor out{&memory, AB_UINT8, 2, {2 * bytes, 1}, nullptr};
+    const ab_tensor* const to = has_out ? &out : nullptr;
+    const ab_exchange_all_gather_args args{sizeof(args), nullptr, 1, lockstep, part, 0, &x, to};
+    Call call;
+    EXPECT_OK(check_all_gather(&args, shape, &call));
+    EXPECT_EQ(call.is_small(), call.operation == Operation::small_all_gather);
+    return call.operation;
+  };
+  EXPECT_EQ(operation_for(0, true, 0, AB_EXCHANGE_WHOLE), Operation::small_all_gather);
+  EXPECT_EQ(operation_for(most, true, 0, AB_EXCHANGE_WHOLE), Operation::small_all_gather);
+  EXPECT_EQ(operation_for(most + 1, true, 0, AB_EXCHANGE_WHOLE), Operation::all_gather);
+  EXPECT_EQ(operation_for(most, false, 0, AB_EXCHANGE_WHOLE), Operation::all_gather);
+  EXPECT_EQ(operation_for(most, true, 1, AB_EXCHANGE_WHOLE), Operation::all_gather);
+  EXPECT_EQ(operation_for(most, true, 0, AB_EXCHANGE_START), Operation::all_gather);
+  EXPECT_EQ(operation_for(most, true, 0, AB_EXCHANGE_FINISH), Operation::all_gather);
+  // The block of an all-to-all, not its x, is compared.
+  char memory = 0;
+  const ab_tensor x{&memory, AB_UINT8, 2, {2 * most, 1}, nullptr};
+  const ab_exchange_all_to_all_args args{sizeof(args), nullptr, 1, 0, AB_EXCHANGE_WHOLE, 0, &x, &x};
+  Call call;
+  EXPECT_OK(check_all_to_all(&args, shape, &call));
+  EXPECT_EQ(call.operation, Operation::small_all_to_all);
+}
+
 TEST(ExchangeCalls, NameTheBadArgument) {
   const Tensor<float> x({6, 5});
   const Tensor<float> wrong({12, 5});

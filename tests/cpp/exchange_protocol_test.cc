@@ -35,6 +35,7 @@ struct Plan {
   bool lockstep;
   int phases;
   bool stays_in_buffer;
+  int slices;  // of a small call; 0: no small call
 
   int column(int to) const { return operation == Operation::all_to_all ? to : 0; }
 };
@@ -46,7 +47,8 @@ Plan plan_of(int call, uint32_t seed, int phases) {
           random() % (kMaxBlock / 16 + 1) * 16,
           random() % 4 == 0,
           phases,
-          random() % 2 == 0};
+          random() % 2 == 0,
+          static_cast<int>(random() % 5)};
 }
 
 void delay(std::mt19937& random) {
@@ -93,11 +95,34 @@ void push_all(ThreadGroup& group, const Plan& plan, int r, const Bytes& x, std::
   }
 }
 
+// A small call of rank r: what it reads. The slices run one after another, or at once.
+Bytes run_small(ThreadGroup& group, const Plan& plan, int r, const Bytes& x, std::mt19937& random) {
+  Bytes out(x.size());
+  const Operation operation =
+      plan.operation == Operation::all_gather ? Operation::small_all_gather : Operation::small_all_to_all;
+  const bool at_once = random() % 8 == 0;
+  std::vector<std::thread> blocks;
+  for (int slice = 0; slice < plan.slices; ++slice) {
+    delay(random);
+    const auto block = [&group, &plan, operation, r, &x, slice, &out] {
+      group.run_slice(r, plan.buffer, operation, x, plan.bytes, slice, plan.slices, &out);
+    };
+    if (at_once) {
+      blocks.emplace_back(block);
+    } else {
+      block();
+    }
+  }
+  for (std::thread& block : blocks) block.join();
+  return out;
+}
+
 // A call of rank r: what it reads. The pushes may run on another thread, as on the side stream.
 Bytes run(ThreadGroup& group, const Plan& plan, int call, int r, std::mt19937& random) {
   const int ranks = group.ranks();
   const Bytes x = x_of(plan, call, r, ranks);
   const unsigned char* own = x.data() + static_cast<size_t>(r) * plan.bytes;
+  if (plan.slices > 0) return run_small(group, plan, r, x, random);
   Bytes out(x.size());
   delay(random);
   group.begin(r, plan.buffer, plan.operation, plan.bytes);
@@ -163,6 +188,28 @@ TEST(ExchangeThreads, NumbersOfUsesWrapAround) {
   for (int r = 0; r < 3; ++r) group.set_number(r, 0xffffffu - 20);
   expect_blocks(group, 400, 12);
   for (int b = 0; b < kBuffers; ++b) EXPECT_LT(number_of(group.flags(0).use[b]), 0xffffu);
+}
+
+// The number of the second use is that of the first one, as after 2^24 uses.
+TEST(ExchangeThreads, FlagsOfASmallCallAreNotThoseOfALaterOne) {
+  ThreadGroup group(2, 64, kLong);
+  const Bytes x(64, 1);
+  for (int use = 0; use < 2; ++use) {
+    for (int r = 0; r < 2; ++r) group.set_number(r, 7);
+    if (use == 1) group.set_limit(0, milliseconds(1));
+    std::vector<std::thread> ranks;
+    Bytes outs[2] = {Bytes(64), Bytes(64)};
+    for (int r = 0; r < 2 - use; ++r) {
+      ranks.emplace_back([&, r] {
+        for (int slice = 0; slice < 3; ++slice) {
+          group.run_slice(r, 0, Operation::small_all_gather, x, 32, slice, 3, &outs[r]);
+        }
+      });
+    }
+    for (std::thread& rank : ranks) rank.join();
+    EXPECT_EQ(outs[0], use == 0 ? x : Bytes(64, 0xff));
+  }
+  EXPECT_EQ(unpack(group.report(0).failure).kind, FailureKind::not_arrived);
 }
 
 TEST(ExchangeThreads, ExchangesOfOneDeviceMayBeInterleavedInOneOrder) {
@@ -282,6 +329,23 @@ TEST(ExchangeFailures, DifferentCallsAreNoticedAtOnce) {
   }
 }
 
+TEST(ExchangeFailures, ASmallCallBesideAnotherOneIsNoticed) {
+  ThreadGroup group(2, 64, kLong);
+  std::thread other([&] {
+    group.begin(0, 0, Operation::all_gather, 32);
+    group.signal(0, 0, 0, 1);
+    group.await(0, 0);
+  });
+  Bytes out(64);
+  const Bytes x(64, 1);
+  for (int slice = 0; slice < 3; ++slice) {
+    group.run_slice(1, 0, Operation::small_all_gather, x, 32, slice, 3, &out);
+  }
+  other.join();
+  EXPECT_EQ(out, Bytes(64, 0xff));
+  for (int r = 0; r < 2; ++r) EXPECT_EQ(unpack(group.report(r).failure).kind, FailureKind::other_call);
+}
+
 TEST(ExchangeFailures, ABufferThatWasNotReleasedIsNoticedAtOnce) {
   ThreadGroup group(2, 64, kLong);
   for (int r = 0; r < 2; ++r) {
@@ -302,6 +366,7 @@ TEST(ExchangeWords, HoldTheirFields) {
   EXPECT_EQ(number_of(use), 0xabcdefu);
   EXPECT_EQ(operation_of(use), Operation::all_to_all);
   EXPECT_EQ(block_bytes_of(use), kMaxBlockBytes);
+  EXPECT_EQ(operation_of(make_use(1, Operation::small_all_to_all, 0)), Operation::small_all_to_all);
   EXPECT_EQ(next_number(0xffffff), 1u);
   const Failure failure = unpack(pack({FailureKind::other_call, 15, 14, 13, 3, 0xffffff}));
   EXPECT_EQ(failure.kind, FailureKind::other_call);

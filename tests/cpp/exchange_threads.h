@@ -75,13 +75,13 @@ class ThreadGroup {
   // The steps of src/exchange/cuda/steps.h on rank r.
   void begin(int r, int b, Operation operation, size_t bytes) {
     for (int peer = 0; peer < ranks_; ++peer) protocol(r).await_release(b, peer);
-    protocol(r).begin(b, operation, static_cast<int64_t>(bytes));
+    protocol(r).begin(b, protocol(r).next_use(b, operation, static_cast<int64_t>(bytes)));
   }
   void push(int b, int to, size_t offset, const unsigned char* from, size_t bytes) {
     if (bytes > 0) std::memcpy(buffer(to, b).data() + offset, from, bytes);
   }
   void signal(int r, int b, int phase, int to) {
-    ThreadMemory::store(&flags(to).arrived[b][phase][r], ThreadMemory::load(&flags(r).use[b]));
+    protocol(r).signal(b, phase, to, ThreadMemory::load(&flags(r).use[b]));
   }
   void await(int r, int b, int phase = 0) {
     for (int peer = 0; peer < ranks_; ++peer) protocol(r).await_arrival(b, phase, peer);
@@ -97,6 +97,32 @@ class ThreadGroup {
     }
     if (!protocol(r).read_valid_data()) std::ranges::fill(*out, 0xff);
     release(r, b);
+  }
+
+  // A block of src/exchange/cuda/small_call.cu, which moves one slice of the block of every rank. x has a block per
+  // destination.
+  void run_slice(int r, int b, Operation operation, const Bytes& x, size_t bytes, int slice, int slices, Bytes* out) {
+    const Word use = protocol(r).next_use(b, operation, static_cast<int64_t>(bytes));
+    bool may_push = true;
+    for (int peer = 0; peer < ranks_; ++peer) may_push = protocol(r).await_release(b, peer) && may_push;
+    const size_t begin = bytes * static_cast<size_t>(slice) / static_cast<size_t>(slices);
+    const size_t count = bytes * static_cast<size_t>(slice + 1) / static_cast<size_t>(slices) - begin;
+    for (int step = 1; step < ranks_ && may_push; ++step) {
+      const int to = (r + step) % ranks_;
+      push(b, to, static_cast<size_t>(r) * bytes + begin, x.data() + static_cast<size_t>(to) * bytes + begin, count);
+      protocol(r).signal(b, slice, to, use);
+    }
+    for (int source = 0; source < ranks_; ++source) {
+      if (protocol(r).await_arrival(b, slice, source, use)) protocol(r).forget_arrival(b, slice, source);
+      const size_t at = static_cast<size_t>(source) * bytes + begin;
+      if (count > 0) std::memcpy(out->data() + at, source == r ? x.data() + at : buffer(r, b).data() + at, count);
+    }
+    const std::atomic_ref<uint32_t> finished(flags(r).finished_blocks[b]);
+    if (finished.fetch_add(1) + 1 != static_cast<uint32_t>(slices)) return;
+    finished = 0;
+    if (!protocol(r).read_valid_data()) std::ranges::fill(*out, 0xff);
+    for (int peer = 0; peer < ranks_; ++peer) protocol(r).release(b, peer, use);
+    protocol(r).begin(b, use);
   }
 
  private:

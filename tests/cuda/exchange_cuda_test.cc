@@ -216,17 +216,30 @@ TEST_F(ExchangeCuda, ARankThatMakesNoCallIsNamed) {
   EXPECT_REFUSED(ab_cuda_exchange_check(ranks.use(1).exchange), AB_INTERNAL, "did not arrive");
 }
 
-TEST_F(ExchangeCuda, DifferentCallsAreNoticed) {
+// Makes call r on rank r. Both blocks of both outputs must be discarded.
+void expect_different(const Step& first, const Step& second) {
   Script script(2, 0, 1);
-  for (const int64_t bytes : {64, 128}) script.steps.push_back({true, 0, bytes, false, true, false, 0, 0});
-  script.out_bytes = 256;
+  script.steps = {first, second};
+  script.out_bytes = 2 * std::max(first.bytes, second.bytes);
   LocalRanks ranks(script);
   for (int r = 0; r < 2; ++r) ranks.use(r).enqueue(script.steps[static_cast<size_t>(r)]);
   for (int r = 0; r < 2; ++r) {
     const std::vector<unsigned char> out = ranks.use(r).fetch();
-    EXPECT_EQ(out[r == 0 ? 0 : 128], 0xff) << "its own block, which no peer writes";
+    const Step& step = script.steps[static_cast<size_t>(r)];
+    EXPECT_EQ(out[static_cast<size_t>(r * step.bytes)], 0xff) << "its own block, which no peer writes";
     EXPECT_REFUSED(ab_cuda_exchange_check(ranks.use(r).exchange), AB_INTERNAL, "made another call");
   }
+}
+
+TEST_F(ExchangeCuda, DifferentCallsAreNoticed) {
+  const auto step = [](int64_t bytes, bool stays, bool parts) {
+    return Step{true, 0, bytes, false, stays, parts, 0, 0};
+  };
+  expect_different(step(64, true, false), step(128, true, false));
+  expect_different(step(64, false, false), step(128, false, false));
+  expect_different(step(100000, false, false), step(100016, false, false));
+  expect_different(step(100000, true, false), step(100000, false, false));
+  expect_different(step(100000, false, true), step(100000, false, false));
 }
 
 TEST_F(ExchangeCuda, CallsAreChecked) {
@@ -320,8 +333,8 @@ void make_calls(const Meeting& meeting, int rank, const Script& script, const st
 // The last rank ends after the others have opened its memory.
 void end_early(const Meeting& meeting, int rank, int ranks) {
   Script script(ranks, 0, 1);
-  script.steps.push_back({true, 1, 1000, false, false, false, 0, 0});
-  script.out_bytes = 1000 * ranks;
+  script.steps.push_back({true, 1, 100000, false, false, false, 0, 0});
+  script.out_bytes = 100000 * ranks;
   ExchangeRank own(rank, rank, script, 1);
   EXPECT_OK(own.connect(meeting.gather("handle", own.handle())));
   meeting.wait("connected");

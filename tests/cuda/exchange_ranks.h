@@ -42,6 +42,8 @@ struct Script {
       constexpr int64_t kSizes[] = {0, 1, 3, 16, 100, 4096, 33333};
       int64_t bytes = kSizes[random() % std::size(kSizes)];
       if (random() % 64 == 0) bytes = kMaxBlock - static_cast<int64_t>(random() % 64);
+      // Around the largest blocks that one kernel moves.
+      if (random() % 32 == 0) bytes = kMaxBlock / 2 + static_cast<int64_t>(random() % 33) - 16;
       const bool aligned = random() % 2 == 0;
       const int64_t unit = aligned ? 16 : 1;
       const auto x_at = static_cast<int64_t>(random() % 50000) * unit % kMaxBlock;

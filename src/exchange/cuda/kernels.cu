@@ -5,14 +5,15 @@
 #include "core/cuda/launch.h"
 #include "core/cuda/vector.cuh"
 #include "core/cuda/warp.cuh"
-#include "exchange/cuda/system_memory.cuh"
+#include "exchange/cuda/block.cuh"
+#include "exchange/cuda/load.h"
+#include "exchange/cuda/small_call.h"
 
 namespace anabranch::cuda {
 namespace {
 
 using exchange::Group;
 using exchange::Operation;
-using DeviceProtocol = exchange::Protocol<SystemMemory>;
 
 // Kernels of the protocol have one warp: lane r handles rank r.
 static_assert(exchange::kMaxRanks <= kWarp, "a lane handles a rank");
@@ -22,7 +23,7 @@ __global__ void __launch_bounds__(kWarp) begin_use(const Group group, int buffer
   const int rank = lane_index();
   if (rank < group.ranks) protocol.await_release(buffer, rank);
   __syncwarp();
-  if (rank == 0) protocol.begin(buffer, operation, bytes);
+  if (rank == 0) protocol.begin(buffer, protocol.next_use(buffer, operation, bytes));
 }
 
 __global__ void __launch_bounds__(kWarp) await_arrivals(const Group group, const Arrivals arrivals) {
@@ -38,32 +39,8 @@ __global__ void __launch_bounds__(kWarp) release_buffer(const Group group, int b
   if (rank < group.ranks) DeviceProtocol(group).release(buffer, rank);
 }
 
-// Large copies: a block copies a chunk of one source.
-constexpr int kCopyThreads = 256;
+// A block of the following kernels copies or fills a chunk of one source.
 constexpr int64_t kChunkBytes = 32 << 10;
-
-template <class Bytes>
-__device__ void copy(const Bytes* from, Bytes* to, int64_t count) {
-  constexpr int kLoads = 8;  // in flight per thread
-  for (int64_t first = threadIdx.x; first < count; first += kCopyThreads * kLoads) {
-    Bytes words[kLoads];
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      if (first + i * kCopyThreads < count) words[i] = __ldcs(from + first + i * kCopyThreads);
-    }
-#pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      if (first + i * kCopyThreads < count) to[first + i * kCopyThreads] = words[i];
-    }
-  }
-}
-
-template <class Bytes>
-__device__ void fill_with_ones(Bytes* to, int64_t count) {
-  auto* bytes = reinterpret_cast<unsigned char*>(to);
-  const int64_t end = count * static_cast<int64_t>(sizeof(Bytes));
-  for (int64_t i = threadIdx.x; i < end; i += kCopyThreads) bytes[i] = 0xff;
-}
 
 template <class Bytes>
 __global__ void __launch_bounds__(kCopyThreads)
@@ -75,39 +52,22 @@ __global__ void __launch_bounds__(kCopyThreads)
   const char* const from = source == group.rank ? blocks.own : blocks.arrived + source * blocks.bytes;
   auto* const to = reinterpret_cast<Bytes*>(blocks.out + source * blocks.bytes + begin);
   copy(reinterpret_cast<const Bytes*>(from + begin), to, count);
-  __syncthreads();  // all threads have read
-  const bool is_valid = __syncthreads_and(threadIdx.x != 0 || protocol.read_valid_data());
-  if (!is_valid) fill_with_ones(to, count);
+  if (!has_read_valid_data(protocol)) fill_with_ones(to, count);
 
   // The last block of the grid releases the buffer, after the reads of all blocks.
-  uint32_t* const finished = &group.flags[group.rank]->finished_blocks[blocks.buffer];
-  bool is_last = false;
-  if (threadIdx.x == 0) {
-    __threadfence();
-    is_last = atomicAdd(finished, 1u) == gridDim.x - 1;
-    if (is_last) *finished = 0;
-    __threadfence();
-  }
-  if (__syncthreads_or(is_last) && static_cast<int>(threadIdx.x) < group.ranks) {
+  if (is_last_block(&group.flags[group.rank]->finished_blocks[blocks.buffer]) &&
+      static_cast<int>(threadIdx.x) < group.ranks) {
     protocol.release(blocks.buffer, static_cast<int>(threadIdx.x));
   }
 }
 
 __global__ void __launch_bounds__(kCopyThreads) fill_if_broken(const Group group, char* data, int64_t bytes) {
-  const bool is_valid = __syncthreads_and(threadIdx.x != 0 || DeviceProtocol(group).read_valid_data());
-  if (is_valid) return;
+  if (has_read_valid_data(DeviceProtocol(group))) return;
   const int64_t begin = blockIdx.x * kChunkBytes;
   fill_with_ones(data + begin, min(kChunkBytes, bytes - begin));
 }
 
 int64_t chunks_of(int64_t bytes) { return (bytes + kChunkBytes - 1) / kChunkBytes; }
-
-template <class Kernel>
-ab_status load(Kernel kernel) {
-  cudaFuncAttributes attributes;
-  const cudaError_t failure = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel));
-  return failure == cudaSuccess ? ok() : failed("exchange: loading a kernel", failure);
-}
 
 }  // namespace
 
@@ -119,7 +79,7 @@ ab_status load_kernels() {
   for (int bytes = 1; bytes <= kAccessBytes; bytes *= 2) {
     AB_RETURN_IF_ERROR(with_word(bytes, []<class Bytes>(Bytes) { return load(collect<Bytes>); }));
   }
-  return ok();
+  return load_small_call();
 }
 
 ab_status launch_begin(const Group& group, int buffer, Operation operation, int64_t bytes, cudaStream_t stream) {

@@ -1,6 +1,7 @@
 // ab_cuda_exchange_all_gather, ab_cuda_exchange_all_to_all and ab_cuda_exchange_release.
 #include "core/cuda/launch.h"
 #include "core/entry.h"
+#include "exchange/cuda/small_call.h"
 #include "exchange/cuda/steps.h"
 
 namespace anabranch::cuda {
@@ -69,6 +70,12 @@ ab_status join_after(const ab_status& status, const ab_exchange& exchange, cudaS
   return status.code == AB_OK ? joined : status;
 }
 
+ab_status run_small(const ab_exchange& exchange, const Call& call, cudaStream_t stream) {
+  SmallCall small{call.operation, call.buffer, call.bytes, call.stride, call.x, call.out, {}};
+  for (int r = 0; r < exchange.shape.ranks; ++r) small.places[r] = buffer_of(exchange, r, call.buffer);
+  return launch_small_call(exchange.group, small, stream);
+}
+
 ab_status run_whole(const ab_exchange& exchange, const Call& call, cudaStream_t stream) {
   AB_RETURN_IF_ERROR(begin_use(exchange, call.buffer, call.operation, call.bytes, stream));
   if (exchange.has_peers()) AB_RETURN_IF_ERROR(fork(exchange, stream));
@@ -98,7 +105,7 @@ ab_status run(ab_exchange* exchange, const Call& call, cudaStream_t stream) {
   switch (call.part) {
     case AB_EXCHANGE_START: return start(*exchange, call, stream);
     case AB_EXCHANGE_FINISH: return finish(*exchange, call, stream);
-    default: return run_whole(*exchange, call, stream);
+    default: return call.is_small() ? run_small(*exchange, call, stream) : run_whole(*exchange, call, stream);
   }
 }
 

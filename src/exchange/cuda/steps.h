@@ -9,6 +9,8 @@
 //     release_use          or collect, which copies the blocks out of the buffer and releases it
 //     join                 afterwards the caller may overwrite what was pushed
 //
+// A small call (small_call.h) is one kernel instead.
+//
 // A kernel that waits for arrivals itself may fill the device: nothing that its arrivals depend on needs an SM once
 // begin_use has run.
 #pragma once

@@ -3,9 +3,9 @@
 //     all_gather: x [n, ...]   -> out [P n, ...], order [1]
 //     all_to_all: x [P n, ...] -> out [P n, ...], order [1]
 //
-// The attribute "exchange" is the name of an exchange (ab_cuda_exchange_register). A call may have a second operand, the
-// result `order` of an earlier call: XLA then runs the two calls one after another, as calls on one exchange must be.
-// The memory of `order` is neither read nor written.
+// The attribute "exchange" is the name of an exchange (ab_cuda_exchange_register). A call may have a second operand,
+// the result `order` of an earlier call: XLA then runs the two calls one after another, as calls on one exchange must
+// be. The memory of `order` is neither read nor written.
 #ifdef ANABRANCH_CUDA
 
 #include "anabranch/exchange.h"
@@ -57,16 +57,16 @@ ffi::Error all_to_all(void* stream, ffi::AnyBuffer x, ffi::RemainingArgs, ffi::R
 
 }  // namespace
 
-#define AB_XLA_EXCHANGE(name)                                                         \
-  extern "C" AB_API XLA_FFI_Error* ab_cuda_xla_exchange_##name(XLA_FFI_CallFrame*);   \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(ab_cuda_xla_exchange_##name, name,                    \
-                                ffi::Ffi::Bind()                                      \
-                                    .Ctx<ffi::PlatformStream<void*>>()                \
-                                    .Arg<ffi::AnyBuffer>()                            \
-                                    .RemainingArgs()                                  \
-                                    .Ret<ffi::AnyBuffer>()                            \
-                                    .Ret<ffi::AnyBuffer>()                            \
-                                    .Attr<std::string_view>("exchange"),              \
+#define AB_XLA_EXCHANGE(name)                                                       \
+  extern "C" AB_API XLA_FFI_Error* ab_cuda_xla_exchange_##name(XLA_FFI_CallFrame*); \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(ab_cuda_xla_exchange_##name, name,                  \
+                                ffi::Ffi::Bind()                                    \
+                                    .Ctx<ffi::PlatformStream<void*>>()              \
+                                    .Arg<ffi::AnyBuffer>()                          \
+                                    .RemainingArgs()                                \
+                                    .Ret<ffi::AnyBuffer>()                          \
+                                    .Ret<ffi::AnyBuffer>()                          \
+                                    .Attr<std::string_view>("exchange"),            \
                                 {ffi::Traits::kCmdBufferCompatible})
 
 AB_XLA_EXCHANGE(all_gather);

@@ -1,6 +1,7 @@
 """The transport "p2p" without GPUs: its errors, its exchanges by name, and its layer with XLA's collectives as calls."""
 
 import contextlib
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +72,9 @@ def test_numbers_of_ranks_and_processes(monkeypatch):
     assert reason_against(Peers((group_of(*range(17)),))) == "with 17 devices along expert_axis, expected 2 to 16"
     monkeypatch.setattr(jax, "process_count", lambda: 3)
     two = group_of(0, process=0) + group_of(1, process=1)
-    assert reason_against(Peers((two,))).startswith("on a mesh over the processes [0, 1] of 3, expected devices of this")
+    assert reason_against(Peers((two,))).startswith(
+        "on a mesh over the processes [0, 1] of 3, expected devices of this"
+    )
     assert reason_against(Peers((two + group_of(2, process=2),))) == ""
     assert reason_against(Peers((group_of(0, 1, process=0),))) == ""
     assert reason_against(Peers((group_of(0, 1, process=1),))) != ""
@@ -122,8 +125,8 @@ def test_a_name_is_that_of_the_size_class_and_the_devices_in_order():
 class Exchange:
     """Records what becomes of a PeerExchange."""
 
-    made: list["Exchange"] = []
-    fails_on: int | None = None
+    made: ClassVar[list["Exchange"]] = []
+    fails_on: ClassVar[int | None] = None
 
     def __init__(self, device, rank, ranks, size):
         self.device, self.rank, self.ranks, self.size = device, rank, ranks, size
@@ -197,7 +200,11 @@ def test_two_processes_of_a_group(exchanges, monkeypatch, other_fails):
     monkeypatch.setattr(peers.multihost_utils, "process_allgather", process_allgather)
     groups = [(Device(2 * i, process=0, local=i), Device(2 * i + 1, process=1, local=i)) for i in range(2)]
     two = Peers(tuple(groups))
-    with pytest.raises(ValueError, match="which device 1 cannot use: no memory") if other_fails else contextlib.nullcontext():
+    with (
+        pytest.raises(ValueError, match="which device 1 cannot use: no memory")
+        if other_fails
+        else contextlib.nullcontext()
+    ):
         two.exchange(5)
     assert [(e.device, e.rank) for e in exchanges] == [(0, 0), (1, 0)]
     assert [e.handles for e in exchanges] == [

@@ -1,6 +1,8 @@
 """The transport "p2p" without GPUs: its errors, its exchanges by name, and its layer with XLA's collectives as calls."""
 
 import contextlib
+import functools
+import re
 from typing import ClassVar
 
 import jax
@@ -294,3 +296,24 @@ def test_a_program_is_refused_on_devices_in_another_order(calls):
         step()
     with jax.set_mesh(meshes[1]), pytest.raises(ValueError, match="incompatible devices for jitted computation"):
         step()
+
+
+def test_a_program_for_gpus_names_the_exchange(monkeypatch, axis_type):
+    """Lowered, since a GPU would run it: one custom call per exchange, the first of a pass without an order."""
+    monkeypatch.setattr(parallel, "reason_against", lambda peers: "")
+    monkeypatch.setattr(Peers, "exchange", Peers.name)
+    jax.clear_caches()
+    mesh, arrays = mesh_of(axis_type, expert=8), operands(32, 8, 2, 8, 16)
+    names = ("x", "gate", "w_in", "w_out")
+
+    def loss(*given):
+        return jnp.sum(jax.checkpoint(functools.partial(moe, topk=2, parallel=EXPERT_8))(*given).output)
+
+    with jax.set_mesh(mesh):
+        given = [placed(mesh, EXPERT_8)(name, arrays[name]) for name in names]
+        text = jax.jit(jax.grad(loss)).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+    calls = re.findall(r"custom_call @ab_xla_exchange_(all_gather|all_to_all)\((.*?)\) .*", text)
+    assert {operation for operation, _ in calls} == {"all_gather", "all_to_all"}
+    first = [operation for operation, given in calls if "," not in given]
+    assert len(calls) > 2 * len(first) and set(first) == {"all_gather"}
+    assert text.count(f'exchange = "{peers_along(mesh, "expert").name(1)}"') == len(calls)

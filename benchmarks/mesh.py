@@ -59,13 +59,20 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for shape in flags.sized(options.shape or SHAPES[device], options.tokens, options.quick)
         for by in dict.fromkeys(options.by or BY)
         for transport in (transports if by in OURS else transports[:1])
-        if by != "moe" or transport in TRANSPORTS_OF_TORCH
+        if by not in OURS or transport in _supported(by, device)
     ]
     if not cases:
-        known = " or ".join(TRANSPORTS_OF_TORCH)
-        raise ArgumentError(f"--transport: got {', '.join(transports)} with moe, expected {known}")
+        by = next(by for by in options.by or BY if by in OURS)
+        known = " or ".join(_supported(by, device))
+        raise ArgumentError(f"--transport: got {', '.join(transports)} with {by}, expected {known}")
     repeats = 5 if options.quick else timing.REPEATS
     yield from rows_of_cases("mesh", cases, options.quick, lambda case: _measure(case, repeats))
+
+
+def _supported(by: str, device: str) -> list[str]:
+    """Returns the transports of an implementation of the layer on a device."""
+    names = TRANSPORTS_OF_TORCH if by == "moe" else TRANSPORTS
+    return [name for name in names if name != "p2p" or device == "cuda"]
 
 
 def _measure(case: Case, repeats: int) -> Iterator[dict[str, Any]]:

@@ -78,6 +78,11 @@ AB_API ab_status ab_cuda_exchange_connect(ab_exchange* exchange, const void* han
 /* The address of a buffer on this rank, and its size. */
 AB_API ab_status ab_cuda_exchange_buffer(const ab_exchange* exchange, int32_t buffer, void** data, int64_t* bytes);
 
+/* Gives a connected exchange a name, by which custom calls of XLA find it: a program contains the name, and each device
+ * that runs it takes its own exchange with that name. AB_INVALID_ARGUMENT if this process has an exchange with this
+ * name on the same device. The name is valid until destroy. */
+AB_API ab_status ab_cuda_exchange_register(ab_exchange* exchange, const char* name);
+
 /* AB_INTERNAL if the exchange is broken. Does not wait for the device. */
 AB_API ab_status ab_cuda_exchange_check(const ab_exchange* exchange);
 

@@ -31,6 +31,9 @@ HANDLERS = (
     "ab_xla_sort_chunks",
 )
 
+#: XLA's entry points that only the CUDA library has, also under their names without "cuda".
+CUDA_HANDLERS = ("ab_xla_exchange_all_gather", "ab_xla_exchange_all_to_all")
+
 #: Functions of the C library that bound the CUDA library's workspaces (include/anabranch/cuda_workspaces.h).
 WORKSPACE_BOUNDS = (
     "ab_cuda_expert_ffn_backward_workspace_bound",

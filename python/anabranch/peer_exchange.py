@@ -50,6 +50,10 @@ class PeerExchange:
         joined = b"".join(handles)
         check(_call(self._library.ab_cuda_exchange_connect, self.pointer, joined, ctypes.c_size_t(len(joined))))
 
+    def register(self, name: str) -> None:
+        """Gives it a name, by which custom calls of XLA find it on its device."""
+        check(_call(self._library.ab_cuda_exchange_register, self.pointer, name.encode()))
+
     def address(self) -> int:
         """The address of the buffer on this rank."""
         data, size = ctypes.c_void_p(), ctypes.c_int64()

@@ -13,6 +13,7 @@
 #include "core/entry.h"
 #include "exchange/cuda/identity.h"
 #include "exchange/cuda/kernels.h"
+#include "exchange/cuda/registry.h"
 
 namespace anabranch::cuda {
 
@@ -375,6 +376,7 @@ extern "C" ab_status ab_cuda_exchange_check(const ab_exchange* exchange) {
 
 extern "C" ab_status ab_cuda_exchange_destroy(ab_exchange* exchange) {
   if (exchange == nullptr) return ok();
+  cuda::registry().remove(exchange);
   const ab_status status = cuda::destroy(exchange);
   delete exchange;
   return status;

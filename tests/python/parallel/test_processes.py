@@ -108,6 +108,7 @@ ON_GPUS = {
             Case("expert=1,data=2", "all_to_all", "bfloat16", fsdp=True),
             Case("expert=1,tensor=2", "ring", "bfloat16"),
             Case("expert=2", "all_to_all", "bfloat16", capacity_factor=0.7),
+            Case("expert=2", "p2p", "bfloat16"),
         ],
     ),
     "2 GPUs, ragged": (
@@ -125,6 +126,8 @@ ON_GPUS = {
             Case("expert=2,data=2", "ring", "bfloat16", fsdp=True),
             Case("expert=2,tensor=2", "all_to_all", "bfloat16"),
             Case("expert=4", "all_to_all", "bfloat16", capacity_factor=2.0, one_rank=True),
+            Case("expert=4", "p2p"),
+            Case("expert=2,data=2", "p2p", "bfloat16", fsdp=True),
         ],
     ),
     "4 GPUs, ragged": (4, [Case("expert=4", "ragged", "bfloat16"), Case("expert=2,data=2", "ragged", fsdp=True)]),
@@ -142,11 +145,38 @@ def test_processes_of_a_gpu_each_give_the_results_and_gradients_of_one_device(gp
     check_cases(tmp_path, cases, processes=processes, gpus=True, JAX_PLATFORMS="cuda", XLA_FLAGS=flags)
 
 
-def check_cases(folder, cases, *, processes, **how):
-    """Runs all cases in processes and compares the results that they saved in the folder."""
+@pytest.mark.gpu
+@pytest.mark.parametrize("processes", [2, 4])
+def test_p2p_between_processes_has_the_bits_of_ring(gpu, tmp_path, processes):
+    if len(jax.devices("gpu")) < processes:
+        pytest.skip(f"FEWER THAN {processes} GPUS FOUND: the transport p2p was not tested on so many")
+    cases = [
+        case for case in ON_GPUS[f"{processes} GPUs"][1] if case.transport == "ring" and "expert=1" not in case.mesh
+    ]
+    cases.append(Case(f"expert={processes}", "ring", "bfloat16", capacity_factor=0.7))
+    pairs = [dataclasses.replace(case, transport=name) for case in cases for name in ("ring", "p2p")]
+    run_cases(tmp_path, pairs, processes=processes, gpus=True, JAX_PLATFORMS="cuda", XLA_FLAGS="")
+    for index, case in enumerate(cases):
+        for process in range(processes):
+            with (
+                np.load(tmp_path / f"{2 * index}.{process}.npz") as want,
+                np.load(tmp_path / f"{2 * index + 1}.{process}.npz") as got,
+            ):
+                assert got.files == want.files
+                for name in want.files:
+                    assert got[name].tobytes() == want[name].tobytes(), f"{case}, process {process}: {name}"
+
+
+def run_cases(folder, cases, **how):
+    """Runs all cases in processes, which save the results in the folder."""
     texts = [json.dumps(dataclasses.asdict(case)) for case in cases]
-    result = run(in_processes.__file__, folder, *texts, processes=processes, **how)
+    result = run(in_processes.__file__, folder, *texts, **how)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def check_cases(folder, cases, *, processes, **how):
+    """Runs all cases in processes and compares their results with the oracle."""
+    run_cases(folder, cases, processes=processes, **how)
     for index, case in enumerate(cases):
         try:
             check_case(case, [folder / f"{index}.{process}.npz" for process in range(processes)])

@@ -6,7 +6,7 @@ requested", so one handler serves every combination of optional tensors.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ def custom_calls() -> tuple[str, ...]:
     >>> "ab_xla_plan" in custom_calls()
     True
     """
-    return _library.HANDLERS
+    return _library.HANDLERS + _library.CUDA_HANDLERS
 
 
 @functools.cache
@@ -37,10 +37,10 @@ def register() -> None:
     for name in _library.HANDLERS:
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
     try:
-        cuda = _library.with_symbols(_library.load_cuda(), tuple(map(_library.on_cuda, _library.HANDLERS)))
+        cuda = _library.with_symbols(_library.load_cuda(), tuple(map(_library.on_cuda, custom_calls())))
     except _library.LibraryError:
         return  # `python -m anabranch info` reports why; a GPU program fails with the name of the target
-    for name in _library.HANDLERS:
+    for name in custom_calls():
         handler = getattr(cuda, _library.on_cuda(name))
         jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(handler), platform="CUDA")
 
@@ -159,3 +159,24 @@ def call(
     outputs = TokenCall(_call, static, (0,) * len(given), (0,) * len(requested), whole, tuple(given))(*given.values())
     named = dict(zip(requested, outputs, strict=True))
     return {name: named.get(name) for name in results}
+
+
+def call_exchange(
+    operation: str, x: jax.Array, order: Sequence[jax.Array], shape: tuple[int, ...], exchange: str
+) -> tuple[jax.Array, list[jax.Array]]:
+    """Calls ab_xla_exchange_OPERATION, "all_gather" or "all_to_all", on one device of a mesh of GPUs.
+
+    Args:
+      x: this device's operand.
+      order: what the previous call returned as such, after which this call runs; [] for the first call.
+      shape: the shape of the result.
+      exchange: the name of the exchange (parallel/peers.py).
+
+    Returns:
+      (result, order).
+    """
+    register()
+    results = jax.ShapeDtypeStruct(shape, x.dtype), jax.ShapeDtypeStruct((1,), "int32")
+    call = jax.ffi.ffi_call(f"ab_xla_exchange_{operation}", results, vmap_method="sequential")
+    result, after = call(x, *order, exchange=exchange)
+    return result, [after]

@@ -50,9 +50,10 @@ from anabranch.jax.ops.ffn import (
 )
 from anabranch.jax.ops.plan import plan
 from anabranch.jax.ops.quantized import QuantizedExperts, QuantizedOperand, quantize_rows
-from anabranch.jax.parallel.exchange import Transport, drop_over_capacity, transport
+from anabranch.jax.parallel.exchange import Transport, drop_over_capacity
 from anabranch.jax.parallel.message import dequantize, pack, unpack
 from anabranch.jax.parallel.parallel import Placement, quantized_specs
+from anabranch.jax.parallel.transports import transport
 
 #: Residuals of the forward rule by name: arrays whose first dimension is sharded over the token axes.
 MeshResiduals = dict[str, Any]

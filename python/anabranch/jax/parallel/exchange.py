@@ -5,7 +5,7 @@ own T tokens with K assignments each. All transports have the same methods (`Tra
 they arrived, through gather indices; rows are not sorted again.
 
 - `Ring`: an all_gather of tokens. Each rank computes partial sums of its experts for all tokens; an all_to_all returns
-  them, and they are summed at the source. Buffers have no unused regions.
+  them, and they are summed at the source. Buffers have no unused regions. `PeerToPeer` (p2p.py) is a Ring without NCCL.
 - `Padded`: a fixed-capacity all_to_all with one region per destination. One plan with (destination, local expert)
   groups assigns the rows.
 - `Ragged`: jax.lax.ragged_all_to_all of the actual rows only. XLA has no such collective on the CPU; there the rows are
@@ -16,18 +16,18 @@ No transport reads sizes back from the device: buffers have static bounds, from 
 
 import abc
 import dataclasses
-from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from anabranch.exchange_sizes import ExchangeSizes, traffic
+from anabranch.exchange_sizes import ExchangeSizes
 from anabranch.jax.binding.arrays import take
 from anabranch.jax.ops.chunk_sort import sort_chunks
 from anabranch.jax.ops.dispatch import gather_sum, spread
 from anabranch.jax.ops.ffn import SlotGemm
 from anabranch.jax.ops.plan import plan
+from anabranch.jax.parallel.peers import Peers
 from anabranch.jax.parallel.ragged import (
     RaggedParams,
     compute_ragged_all_to_all_params,
@@ -38,9 +38,15 @@ from anabranch.rows import num_rows_needed
 
 @dataclasses.dataclass(frozen=True)
 class Bounds(ExchangeSizes):
-    """The quantities that determine the sizes of a rank's buffers, and the expert axis; None: one rank."""
+    """The quantities that determine the sizes of a rank's buffers, and which ranks exchange them.
+
+    Attributes:
+      axis: the expert axis; None: one rank.
+      peers: the devices along that axis, for the transport "p2p".
+    """
 
     axis: str | None = None
+    peers: Peers | None = None
 
 
 class Transport(Protocol):
@@ -141,6 +147,11 @@ class Ring:
     def _reduce(self, array: jax.Array) -> jax.Array:
         return array if self._alone else jax.lax.psum_scatter(array, self.bounds.axis, tiled=True)
 
+    def _exchange(self, blocks: jax.Array) -> jax.Array:
+        """Block d of every rank s becomes block s of rank d; blocks [P*T, D]."""
+        regions = blocks.reshape(self.bounds.ranks, self.bounds.tokens, *blocks.shape[1:])
+        return _all_to_all(regions, self.bounds.axis).reshape(blocks.shape)
+
     def plan(self, experts: jax.Array) -> RingRoute:
         """See Transport."""
         b = self.bounds
@@ -174,10 +185,8 @@ class Ring:
         weights = None if weights is None else self._gather(weights)
         P, T = self.bounds.ranks, self.bounds.tokens
         sums = rows.sum(route.row_of_slot, weights, rows.dtype)
-        width = sums.shape[1]
-        arrived = _all_to_all(sums.reshape(P, T, width), self.bounds.axis).reshape(P * T, width)
         row_of_rank = jnp.arange(P * T, dtype=jnp.int32).reshape(P, T).T
-        return gather_sum(arrived, row_of_rank, None, dtype, addend)
+        return gather_sum(self._exchange(sums), row_of_rank, None, dtype, addend)
 
     def collect_weights(self, route: RingRoute, weights: jax.Array) -> jax.Array:
         """See Transport. At most one rank has a value for an assignment; the others add 0."""
@@ -363,44 +372,3 @@ def _slices_of_all(rows: jax.Array, out: jax.Array, params: RaggedParams, axis: 
     offset = row - begin[source]
     taken = all_rows.at[source, source_begin[source] + offset].get(mode="fill", fill_value=0)
     return jnp.where((offset < params.recv_sizes[source])[:, None], taken, out)
-
-
-# ---------------------------------------------------------------- choice
-
-TRANSPORTS: dict[str, Callable[[Bounds], Any]] = {"ring": Ring, "all_to_all": Padded, "ragged": Ragged}
-
-#: Bytes per second and rank of XLA's collectives, by platform. GPU values were measured on two and four H200s over
-#: NVLink (docs/notes/expert_parallel.md). For other platforms only the ratios matter; on the CPU the emulation of the
-#: ragged exchange gathers everything, so it is never chosen.
-_RATES = {
-    "gpu": {"ring": 220e9, "all_to_all": 240e9, "ragged": 4.5e9},
-    "tpu": {"ring": 1e11, "all_to_all": 1e11, "ragged": 1e11},
-    "cpu": {"ring": 1e10, "all_to_all": 1e10},
-}
-
-
-def choose(platform: str, bounds: Bounds, itemsize: int, fp8_exchange: bool = False) -> str:
-    """The transport for `transport="auto"`: the one with the shortest estimated time, bytes / rate.
-
-    Args:
-      platform: "gpu", "tpu" or "cpu"; the rates of any other platform are those of "gpu".
-      bounds: the sizes of the exchange.
-      itemsize: bytes per element of x.
-      fp8_exchange: as in `Parallel`.
-
-    Returns:
-      A key of `TRANSPORTS`.
-
-    >>> tokens = dict(tokens=8192, topk=8, slots_per_token=8, align_size=0, capacity=None)
-    >>> choose("gpu", Bounds(8, 128, **tokens), 2), choose("gpu", Bounds(512, 512, **tokens), 2)
-    ('ring', 'ragged')
-    """
-    rates = _RATES.get(platform, _RATES["gpu"])
-    bytes_sent = traffic(bounds, itemsize, fp8_exchange)
-    return min(rates, key=lambda name: bytes_sent[name] / rates[name])
-
-
-def transport(name: str, bounds: Bounds) -> Transport:
-    """The transport with a name in TRANSPORTS."""
-    chosen: Transport = TRANSPORTS[name](bounds)
-    return chosen

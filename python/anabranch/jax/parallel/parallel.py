@@ -12,7 +12,9 @@ from anabranch.exchange_sizes import capacity_of
 from anabranch.jax.binding import check
 from anabranch.jax.binding.sharding import Axes, array_axes, axes_with_type, current_mesh, spec_entry
 from anabranch.jax.ops.quantized import QuantizedExperts
-from anabranch.jax.parallel.exchange import TRANSPORTS, Bounds, choose
+from anabranch.jax.parallel.exchange import Bounds
+from anabranch.jax.parallel.peers import Peers, concrete_mesh, peers_along, reason_against
+from anabranch.jax.parallel.transports import TRANSPORTS, choose
 from anabranch.layouts import Layouts
 from anabranch.lora import Lora
 from anabranch.options import check_layouts
@@ -37,7 +39,8 @@ class Parallel:
         all-gathered before use, forward and backward, and their gradients are reduce-scattered.
       tensor_axis: axis over which F is divided; all devices along it have the same tokens. Each pass has one sum over
         it.
-      transport: "all_to_all", "ragged", "ring", or "auto", which estimates their times (docs/scaling.md).
+      transport: "all_to_all", "ragged", "ring", "p2p", or "auto", which estimates their times (docs/scaling.md). "p2p"
+        has bitwise the results of "ring" and copies directly between the GPUs of one host; "auto" does not choose it.
       capacity_factor: None: nothing is dropped, and buffers have the size of the worst case. Otherwise a device accepts
         at most ceil(capacity_factor * T * K) assignments, with T tokens per device, and drops the last ones in the
         order (source, token, slot), the same on every run. Drops are counted per source.
@@ -151,7 +154,7 @@ class Placement:
 
     Attributes:
       parallel: the caller's argument.
-      mesh: the mesh for jax.shard_map; None: the mesh of the context.
+      mesh: the mesh for jax.shard_map, which has devices with transport "p2p"; None: the mesh of the context.
       manual: the axes that this jax.shard_map makes manual.
       explicit: whether the arrays' types contain their sharding.
       tokens: the axes of every leading dimension of x.
@@ -250,9 +253,14 @@ def place(
         transport = choose(_platform(parallel.mesh, mesh), bounds, x.dtype.itemsize, parallel.fp8_exchange)
     bounds.check(transport)
     context = jax.sharding.get_abstract_mesh()
+    call_mesh = None if not context.empty else parallel.mesh or mesh
+    if transport == "p2p":
+        # With its devices the mesh is part of the program, which JAX then refuses to run on other devices.
+        call_mesh, peers = _peer_mesh(parallel)
+        bounds = dataclasses.replace(bounds, peers=peers)
     return Placement(
         parallel=parallel,
-        mesh=None if not context.empty else parallel.mesh or mesh,
+        mesh=call_mesh,
         manual=tuple(axis for axis in mesh.axis_names if axis not in axes_with_type(mesh, AxisType.Manual)),
         explicit=bool(axes_with_type(mesh, AxisType.Explicit)),
         tokens=tokens,
@@ -261,6 +269,23 @@ def place(
         layouts=layouts,
         shared=shared,
     )
+
+
+def _peer_mesh(parallel: Parallel) -> tuple[Mesh, Peers]:
+    """The mesh with the devices of a call with transport "p2p", and the groups along the expert axis."""
+    assert parallel.expert_axis is not None
+    manual = axes_with_type(jax.sharding.get_abstract_mesh(), AxisType.Manual)
+    mesh = concrete_mesh(parallel.mesh)
+    if manual:
+        reason = f"inside a jax.shard_map over {', '.join(map(repr, manual))}, expected moe() outside of it"
+    elif mesh is None:
+        reason = "without known devices, expected parallel.mesh, or the call under jax.set_mesh(mesh)"
+    else:
+        peers = peers_along(mesh, parallel.expert_axis)
+        reason = reason_against(peers)
+        if not reason:
+            return mesh, peers
+    raise ValueError(f"transport: got 'p2p' {reason}")
 
 
 def manual_shard_axes(parallel: Parallel) -> Axes:

@@ -12,8 +12,9 @@ from meshes import collectives, kept_and_dropped, mesh_of, placed
 from anabranch.exchange_sizes import traffic
 from anabranch.jax import Parallel, moe, routed_experts
 from anabranch.jax.ops.quantized import quantize_rows
-from anabranch.jax.parallel.exchange import Bounds, choose
+from anabranch.jax.parallel.exchange import Bounds
 from anabranch.jax.parallel.message import dequantize, pack, unpack
+from anabranch.jax.parallel.transports import choose
 from anabranch.reference.fp8 import received
 from fp8_layers import check_routed
 from moe_cases import operands

@@ -9,8 +9,9 @@ import pytest
 from jax.sharding import AxisType
 from meshes import assert_trees_close, collectives, mesh_of, put
 
+from anabranch.exchange_sizes import traffic
 from anabranch.jax import Parallel, custom_calls, moe
-from anabranch.jax.parallel.exchange import Bounds, traffic
+from anabranch.jax.parallel.exchange import Bounds
 from moe_cases import operands
 
 TRANSPORTS = ("ring", "all_to_all", "ragged")

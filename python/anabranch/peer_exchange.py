@@ -9,13 +9,6 @@ HANDLE_BYTES = 512
 MAX_RANKS = 16
 #: Parts of a call.
 WHOLE, START, FINISH = 0, 1, 2
-ERRORS = {1: ValueError, 2: NotImplementedError, 3: MemoryError}
-
-
-def check(status: _library.Status) -> None:
-    """Raises the exception that a status stands for."""
-    if status.code != 0:
-        raise ERRORS.get(status.code, RuntimeError)(status.message.decode())
 
 
 class PeerExchange:
@@ -37,32 +30,32 @@ class PeerExchange:
         args = _structs.ARGS["exchange_create"](device=device, rank=rank, ranks=ranks)
         args.size = ctypes.sizeof(args)
         args.buffer_bytes[0] = size
-        check(_call(library.ab_cuda_exchange_create, ctypes.byref(args), ctypes.byref(self.pointer)))
+        _call(library.ab_cuda_exchange_create, ctypes.byref(args), ctypes.byref(self.pointer))
 
     def handle(self) -> bytes:
         """What the other ranks need for `connect`."""
         text = ctypes.create_string_buffer(HANDLE_BYTES)
-        check(_call(self._library.ab_cuda_exchange_export, self.pointer, text))
+        _call(self._library.ab_cuda_exchange_export, self.pointer, text)
         return text.raw
 
     def connect(self, handles: Sequence[bytes]) -> None:
         """Opens the memory of all peers, whose handles are in the order of the ranks."""
         joined = b"".join(handles)
-        check(_call(self._library.ab_cuda_exchange_connect, self.pointer, joined, ctypes.c_size_t(len(joined))))
+        _call(self._library.ab_cuda_exchange_connect, self.pointer, joined, ctypes.c_size_t(len(joined)))
 
     def register(self, name: str) -> None:
         """Gives it a name, by which custom calls of XLA find it on its device."""
-        check(_call(self._library.ab_cuda_exchange_register, self.pointer, name.encode()))
+        _call(self._library.ab_cuda_exchange_register, self.pointer, name.encode())
 
     def address(self) -> int:
         """The address of the buffer on this rank."""
         data, size = ctypes.c_void_p(), ctypes.c_int64()
         results = ctypes.byref(data), ctypes.byref(size)
-        check(_call(self._library.ab_cuda_exchange_buffer, self.pointer, ctypes.c_int32(0), *results))
+        _call(self._library.ab_cuda_exchange_buffer, self.pointer, ctypes.c_int32(0), *results)
         return data.value or 0
 
     def run(self, name: str, stream: int, part: int = WHOLE, **arrays: tuple[int, int, Sequence[int]] | None) -> None:
-        """Enqueues ab_cuda_exchange_NAME on buffer 0.
+        """Enqueues ab_cuda_exchange_NAME on buffer 0, with tensors of any dtype but bool.
 
         Args:
           name: all_gather, all_to_all or release.
@@ -82,16 +75,16 @@ class PeerExchange:
                 setattr(args, field, ctypes.pointer(view))
         execution = _structs.Exec(size=ctypes.sizeof(_structs.Exec), stream=stream)
         function = getattr(self._library, f"ab_cuda_exchange_{name}")
-        check(_call(function, ctypes.byref(args), ctypes.byref(execution)))
+        _call(function, ctypes.byref(args), ctypes.byref(execution))
 
     def check(self) -> None:
         """Raises RuntimeError if the exchange is broken; does not wait for the device."""
-        check(_call(self._library.ab_cuda_exchange_check, self.pointer))
+        _call(self._library.ab_cuda_exchange_check, self.pointer)
 
     def close(self) -> None:
         """Waits for the device and destroys the exchange; every rank must do so."""
         pointer, self.pointer = self.pointer, ctypes.c_void_p()
-        check(_call(self._library.ab_cuda_exchange_destroy, pointer))
+        _call(self._library.ab_cuda_exchange_destroy, pointer)
 
     def describe(self) -> str:
         """Its rank, device, sizes and peers, one "key=value" per line."""
@@ -100,7 +93,7 @@ class PeerExchange:
         return text.value.decode()
 
 
-def _call(function: "ctypes._NamedFuncPointer", *arguments: object) -> _library.Status:
+def _call(function: "ctypes._NamedFuncPointer", *arguments: object) -> None:
+    """Calls a function that returns a status; raises its exception."""
     function.restype = _library.Status
-    status: _library.Status = function(*arguments)
-    return status
+    _library.check_status(function(*arguments))

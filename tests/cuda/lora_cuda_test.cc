@@ -93,6 +93,21 @@ TEST_F(LoraCuda, FewRows) {
   }
 }
 
+// Runs the network with each order of the copies of factors. The results have the bits of those without copies.
+// check(network, case) is called for each.
+template <class Check>
+void expect_bits_without_copies(LoraCase l, const Check& check) {
+  const LoraNetwork without(l);
+  without.on_gpu();
+  for (l.copies = 1; l.copies <= 4; ++l.copies) {
+    SCOPED_TRACE(::testing::Message() << l);
+    const LoraNetwork with(l);
+    with.on_gpu();
+    with.expect_same_bits(without);
+    check(with, l);
+  }
+}
+
 // The backward pass reads the copies that the forward pass made, in every order of their axes.
 TEST_F(LoraCuda, CopiesOfFactors) {
   unsigned seed = 0;
@@ -102,17 +117,11 @@ TEST_F(LoraCuda, CopiesOfFactors) {
     l.dtype = AB_FLOAT32;
     l.order = layout % 3;
     l.shared = ++seed * 5 % 16;
-    const LoraNetwork without(l);
-    without.on_gpu();
-    for (l.copies = 1; l.copies <= 4; ++l.copies) {
-      SCOPED_TRACE(::testing::Message() << l);
-      const LoraNetwork with(l);
-      with.on_gpu();
-      with.expect_same_bits(without);
+    expect_bits_without_copies(l, [&](const LoraNetwork& with, const LoraCase& l) {
       const LoraNetwork cpu(l);
       cpu.on_cpu();
       for (int i = 0; i < 4; ++i) EXPECT_TRUE(with.factors[i]->copy.is(cpu.factors[i]->copy)) << i;
-    }
+    });
     l.copies = 1 + layout % 4;
     check(l);
     if (HasFatalFailure()) return;
@@ -496,14 +505,7 @@ TEST_F(LoraFp8Cuda, CopiesOfFactors) {
     LoraCase l = fp8_case(AB_BFLOAT16);
     l.c.layout = layout;
     l.dtype = AB_FLOAT32;
-    const LoraNetwork without(l);
-    without.on_gpu();
-    for (l.copies = 1; l.copies <= 4; ++l.copies) {
-      SCOPED_TRACE(::testing::Message() << l);
-      const LoraNetwork with(l);
-      with.on_gpu();
-      with.expect_same_bits(without);
-    }
+    expect_bits_without_copies(l, [](const LoraNetwork&, const LoraCase&) {});
   }
 }
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from anabranch import _library, _structs
+from anabranch import _library, _structs, peer_exchange
 
 HEADERS = "".join(
     path.read_text() for path in sorted((pathlib.Path(__file__).parents[3] / "include" / "anabranch").glob("*.h"))
@@ -43,8 +43,11 @@ def fields_of(name):
 
 def test_every_struct_is_described():
     assert set(STRUCTS) == set(re.findall(r"typedef struct (\w+) \{", HEADERS))
-    for limit, value in LIMITS.items():
+    limits = {"AB_EXCHANGE_MAX_RANKS": peer_exchange.MAX_RANKS, "AB_EXCHANGE_HANDLE_BYTES": peer_exchange.HANDLE_BYTES}
+    for limit, value in (LIMITS | limits).items():
         assert f"#define {limit} {value}\n" in HEADERS
+    for part in ("WHOLE", "START", "FINISH"):
+        assert f"AB_EXCHANGE_{part} = {getattr(peer_exchange, part)}" in HEADERS
 
 
 @pytest.mark.parametrize("name", STRUCTS)

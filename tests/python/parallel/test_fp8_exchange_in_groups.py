@@ -140,9 +140,9 @@ def test_compiled_cases_have_the_bits_of_eager_ones(tmp_path):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("transport", ["ring", "all_to_all"])
+@pytest.mark.parametrize("transport", ["ring", "p2p", "all_to_all"])
 def test_two_ranks_of_a_gpu_each(tmp_path, transport):
-    """With NCCL; a GPU sums in the same order with and without FP8 exchange."""
+    """With NCCL, or copies; a GPU sums in the same order with and without FP8 exchange."""
     if torch.cuda.device_count() < 2 or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("FEWER THAN 2 HOPPER GPUS FOUND: the FP8 exchange between GPUs is not tested")
     (*_, without), (*_, sent) = run(tmp_path, pair(transport), 2, "nccl")

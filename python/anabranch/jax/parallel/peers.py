@@ -17,9 +17,9 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, PartitionSpec
 
+from anabranch._library import STATUS_ERRORS
 from anabranch.peer_exchange import HANDLE_BYTES, MAX_RANKS, PeerExchange
 
-_ERRORS = (ValueError, NotImplementedError, MemoryError, RuntimeError)
 _LEAST_BYTES = 1 << 20
 _REASON_BYTES = 512
 
@@ -117,7 +117,7 @@ def _make(groups: Sequence[Sequence[jax.Device]], name: str, size: int) -> list[
         try:
             made[i] = PeerExchange(device.local_hardware_id, rank, len(group), size)
             handles[i] = made[i].handle()
-        except _ERRORS as error:
+        except STATUS_ERRORS as error:
             reasons[i] = str(error)
     is_local = len(own) == len(places)
     handles, reasons = _of_all(handles, reasons, is_local)
@@ -127,7 +127,7 @@ def _make(groups: Sequence[Sequence[jax.Device]], name: str, size: int) -> list[
             try:
                 exchange.connect(handles[first : first + exchange.ranks])
                 exchange.register(name)
-            except _ERRORS as error:
+            except STATUS_ERRORS as error:
                 reasons[i] = str(error)
         _, reasons = _of_all(handles, reasons, is_local)
     if any(reasons):

@@ -25,19 +25,12 @@ _ALIGNMENT = 512
 _ALIGNMENT_OF_PATHS = 16
 _CELLS = {4: ctypes.c_int32, 8: ctypes.c_int64}
 
-#: Exceptions by the code of a status.
-ERRORS = {1: ValueError, 2: NotImplementedError, 3: MemoryError}
 _Shape = tuple[Any, ...]
 
 
 def array_of(tensor: Tensor) -> tuple[int, int, tuple[int, ...]]:
     """The address, ab_dtype and shape of a contiguous tensor."""
     return tensor.data_ptr(), _DTYPES[tensor.dtype], tuple(tensor.shape)
-
-
-def _check(status: _library.Status) -> None:
-    if status.code != 0:
-        raise ERRORS.get(status.code, RuntimeError)(status.message.decode())
 
 
 def _strides(shape: _Shape, order: _Shape) -> tuple[_Shape, _Shape]:
@@ -223,7 +216,7 @@ class PreparedCalls:
         if self.on_cuda:
             execution.stream = private.current_stream(device.index)
         for function, arguments in self._launches:
-            _check(function(*arguments))
+            _library.check_status(function(*arguments))
         return tuple(results)
 
     def _write(self, memories: list[int]) -> None:
@@ -236,7 +229,7 @@ class PreparedCalls:
         largest, size = 0, ctypes.c_size_t()
         for _, query, args in self.functions:
             if query is not None:
-                _check(query(ctypes.byref(args), ctypes.byref(self.execution), ctypes.byref(size)))
+                _library.check_status(query(ctypes.byref(args), ctypes.byref(self.execution), ctypes.byref(size)))
                 largest = max(largest, size.value)
         self.execution.workspace_size = largest
         self._memory_size = self._working_size + largest

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from anabranch import _library, _structs, _versions
-from anabranch.torch.binding.calls import ERRORS, PreparedCalls, prepare
+from anabranch.torch.binding.calls import PreparedCalls, prepare
 from anabranch.torch.binding.keys import decode, encode, kinds_of
 from anabranch.torch.binding.probe import probe
 
@@ -203,7 +203,7 @@ class Native:
             return failure
         if number == 5:
             return (torch.OutOfMemoryError if self.on_cuda else RuntimeError)(text)
-        return ERRORS.get(number, RuntimeError)(text)
+        return _library.ERRORS.get(number, RuntimeError)(text)
 
     # ------------------------------------------------------------ callbacks
 

@@ -76,12 +76,15 @@ def _define(schema: str, kernel: Any, fake: Any) -> Any:
     return operation
 
 
+# Tensors have any dtype but bool. Operations have no derivative: `on_group` calls them in autograd functions.
+#: Sends x [n, ...] to all ranks and returns those of all ranks, [P n, ...].
 _gather_op = _define(
     "p2p_gather(Tensor x, SymInt ranks, str group) -> Tensor",
     _gather,
     lambda x, ranks, group: x.new_empty((ranks * x.shape[0], *x.shape[1:])),
 )
-#: Starts to send tokens, and waits for those of all ranks. Both results are the memory that the peers write to.
+#: Starts to send tokens x [T, D], and waits for those of all ranks, [P T, D]. Both results are the memory that peers
+#: write to. number: 0 or 1, which send of the pass it is.
 _start_op = _define(
     "p2p_start(Tensor x, int number, SymInt ranks, str group) -> Tensor",
     _start,
@@ -92,8 +95,10 @@ _finish_op = _define(
     _finish,
     lambda x, arriving, number, group: torch.empty_like(arriving),
 )
+#: Region d of x [P n, ...] of rank s becomes region s of the result [P n, ...] of rank d.
 _exchange_op = _define("p2p_exchange(Tensor x, str group) -> Tensor", _exchange, lambda x, group: torch.empty_like(x))
-#: Starts to return sums, and adds up those that arrive. In between, `sums` must not change.
+#: Starts to return sums [P T, D], and adds up those that arrive: [T, D] of `dtype`, as in `combine` with the indices
+#: rows int32 [T, P], weights float32 [T, P] and an addend [T, D]. In between, `sums` must not change.
 _return_op = _define(
     "p2p_return(Tensor sums, str group) -> Tensor", _return, lambda sums, group: torch.empty_like(sums)
 )
@@ -117,8 +122,8 @@ class PeerToPeer(Ring):
         self._sends = 0
 
     def _gather(self, tensor: Tensor) -> Tensor:
-        if tensor.shape[0] == 0:
-            return tensor
+        if tensor.numel() == 0:
+            return tensor.new_empty((self.ranks.ranks * tensor.shape[0], *tensor.shape[1:]))
         gathered: Tensor = _gather_op(tensor, self.ranks.ranks, self.ranks.group)
         return gathered
 

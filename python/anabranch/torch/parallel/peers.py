@@ -13,11 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from anabranch._library import STATUS_ERRORS
 from anabranch.peer_exchange import FINISH, MAX_RANKS, WHOLE, PeerExchange
 from anabranch.torch.binding import private
 from anabranch.torch.binding.calls import array_of
 
-_ERRORS = (ValueError, NotImplementedError, MemoryError, RuntimeError)
 _FIRST_BYTES = 1 << 20
 _STEPS = 8
 
@@ -33,6 +33,12 @@ class _Memory:
 
     def __init__(self, address: int, size: int):
         self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
+
+
+def _memory_of(exchange: PeerExchange) -> Tensor:
+    """The buffer of an exchange, uint8 [size]."""
+    memory = _Memory(exchange.address(), exchange.size)
+    return torch.as_tensor(memory, device=torch.device("cuda", exchange.device))
 
 
 @dataclasses.dataclass
@@ -95,6 +101,7 @@ class GroupExchanges:
                     f"transport: got the first call with {size} bytes in the capture of a CUDA graph, expected an "
                     "earlier one: it makes the exchange, together with the other ranks"
                 )
+            self._uses.pop(use, None)  # a failure leaves no closed exchange behind
             known = self._uses[use] = self._replaced(known, size)
         stream = torch.cuda.current_stream(self.device)
         if known.stream is not None and known.stream != stream and not capturing:
@@ -124,7 +131,7 @@ class GroupExchanges:
         try:
             exchange = PeerExchange(self.device, self.rank, self.ranks, size)
             handle = exchange.handle()
-        except _ERRORS as error:
+        except STATUS_ERRORS as error:
             reason = str(error)
         handles = self._gathered((handle, reason))
         reason = _first([reason for _, reason in handles])
@@ -132,15 +139,14 @@ class GroupExchanges:
             own = ""
             try:
                 exchange.connect([handle for handle, _ in handles])
-            except _ERRORS as error:
+            except STATUS_ERRORS as error:
                 own = str(error)
             reason = _first(self._gathered(own))
         if exchange is not None and reason:
             exchange.close()
         if exchange is None or reason:
             return None, reason
-        memory = torch.as_tensor(_Memory(exchange.address(), size), device=torch.device("cuda", self.device))
-        return _Use(exchange, memory), ""
+        return _Use(exchange, _memory_of(exchange)), ""
 
     def _gathered(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self.ranks

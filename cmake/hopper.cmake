@@ -16,6 +16,12 @@ foreach(layout ungated gated interleaved)
                               "launch_intermediate_gradient<${arguments}>" "const IntermediateGradient&, TileChoice")
   endforeach()
 endforeach()
+foreach(major mn k)
+  anabranch_hopper_instance(part_of_up_${major} up "launch_part_of_up<Major::${major}>" "const Up&, TileChoice")
+  anabranch_hopper_instance(part_of_intermediate_gradient_${major} intermediate_gradient
+                            "launch_part_of_intermediate_gradient<Major::${major}>"
+                            "const IntermediateGradient&, TileChoice")
+endforeach()
 foreach(arguments "Major::mn, RowsEpilogue" "Major::k, RowsEpilogue" "Major::mn, ScaleBiasEpilogue"
                   "Major::k, ScaleBiasEpilogue")
   string(MAKE_C_IDENTIFIER "${arguments}" name)

@@ -49,8 +49,6 @@ extern "C" {
 #define AB_EXCHANGE_BUFFERS 4
 #define AB_EXCHANGE_HANDLE_BYTES 512
 
-typedef struct ab_exchange ab_exchange;
-
 typedef struct ab_exchange_create_args {
   size_t size;
   int32_t device; /* number of the CUDA runtime */
@@ -107,7 +105,8 @@ AB_API void ab_cuda_exchange_describe(const ab_exchange* exchange, char* text, s
  *
  * part: a call can be made in two parts with equal arguments, START and FINISH, to overlap the transfer with kernels in
  * between. x must not change and `out` must not be read before FINISH; both parts must be on one stream or ordered by
- * events, and no other call on the exchange comes between them.
+ * events, and no other call on the buffer comes between them. A call that takes the result as its field `arriving`
+ * stands for FINISH.
  *
  * Small blocks: a call with `out`, part = AB_EXCHANGE_WHOLE, lockstep = 0 and blocks of at most 512 KiB is one kernel
  * of at most 16 thread blocks. It needs no copy engine, so it does not wait until pushes of other exchanges have ended.
@@ -155,6 +154,24 @@ typedef struct ab_exchange_release_args {
 } ab_exchange_release_args;
 
 AB_API ab_status ab_cuda_exchange_release(const ab_exchange_release_args* args, const ab_exec* exec);
+
+/* The sums that ab_grouped_matmul_combine has returned (its field `returning`) to this rank:
+ *
+ *     out = factor * (the sums of rank 0 + those of rank 1 + ...) + addend
+ *
+ * Sums are float32, in the order of the ranks, then the addend; they are rounded once. Waits for the sums of the peers,
+ * releases the buffer, and ends the return: afterwards `sums` may change. */
+typedef struct ab_exchange_sum_args {
+  size_t size;
+  ab_exchange* exchange;
+  int32_t buffer;
+  float factor;            /* finite */
+  const ab_tensor* sums;   /* [P T, D] float: the `out` of that call */
+  const ab_tensor* addend; /* [T, D] float, or NULL: zeros */
+  const ab_tensor* out;    /* [T, D] float; may be the addend */
+} ab_exchange_sum_args;
+
+AB_API ab_status ab_cuda_exchange_sum(const ab_exchange_sum_args* args, const ab_exec* exec);
 
 #ifdef __cplusplus
 }

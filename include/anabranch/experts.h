@@ -221,6 +221,12 @@ typedef struct ab_grouped_matmul_combine_args {
   const ab_tensor* lora_a; /* [E or 1, D, r], not with quantised x */
   const ab_tensor* lora_b; /* [E or 1, r, N] */
   const ab_tensor* lora_u; /* [R, r] of the dtype of rows: with lora_a an output or NULL, else an input */
+  /* Only on GPUs, or NULL: `out` has T = P T' sums, T' per rank of this exchange, which return to their ranks in chunks
+   * of columns while the next chunk is computed. ab_cuda_exchange_sum, which must follow, adds up what arrives. `out`
+   * has them in an order of its own. */
+  ab_exchange* returning;
+  int32_t returning_buffer; /* the buffer that the sums arrive in; of the size of `out` */
+  int32_t returning_reserved;
 } ab_grouped_matmul_combine_args;
 
 AB_API ab_status ab_grouped_matmul_combine(const ab_grouped_matmul_combine_args* args, const ab_exec* exec);
@@ -309,6 +315,11 @@ typedef struct ab_expert_ffn_forward_args {
   const ab_tensor* lora_b_in_copy;
   const ab_tensor* lora_a_out_copy;
   const ab_tensor* lora_b_out_copy;
+  /* Only on GPUs, or NULL: x is the memory of a buffer of this exchange, to which a started all_gather sends it. The
+   * call stands for AB_EXCHANGE_FINISH. It may begin with the rows of tokens that arrive first. */
+  ab_exchange* arriving;
+  int32_t arriving_buffer;
+  int32_t arriving_reserved;
 } ab_expert_ffn_forward_args;
 
 AB_API ab_status ab_expert_ffn_forward(const ab_expert_ffn_forward_args* args, const ab_exec* exec);
@@ -412,6 +423,10 @@ typedef struct ab_expert_ffn_backward_args {
   const ab_tensor* d_lora_b_in;
   const ab_tensor* d_lora_a_out;
   const ab_tensor* d_lora_b_out;
+  /* As in the forward pass, for d_out. */
+  ab_exchange* arriving;
+  int32_t arriving_buffer;
+  int32_t arriving_reserved;
 } ab_expert_ffn_backward_args;
 
 AB_API ab_status ab_expert_ffn_backward(const ab_expert_ffn_backward_args* args, const ab_exec* exec);

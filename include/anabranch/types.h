@@ -85,6 +85,9 @@ AB_API const char* ab_version(void);
  * onednn). Truncates at `size` bytes and always ends with a NUL. */
 AB_API void ab_describe(char* text, size_t size);
 
+/* A rank of an exchange between GPUs, see exchange.h. */
+typedef struct ab_exchange ab_exchange;
+
 #ifdef __cplusplus
 }
 #endif

@@ -1,4 +1,4 @@
-"""One rank of an exchange between the GPUs of a host, see include/anabranch/exchange.h. Each has one buffer."""
+"""One rank of an exchange between the GPUs of a host, see include/anabranch/exchange.h."""
 
 import ctypes
 from collections.abc import Sequence
@@ -17,19 +17,19 @@ class PeerExchange:
     Args:
       device: number of the CUDA device.
       rank, ranks: this rank and P.
-      size: bytes of its buffer, the same on every rank.
+      sizes: bytes of its buffers, the same on every rank.
 
     Raises:
       ValueError, NotImplementedError, MemoryError, RuntimeError: by the status of the library.
     """
 
-    def __init__(self, device: int, rank: int, ranks: int, size: int):
-        self.device, self.rank, self.ranks, self.size = device, rank, ranks, size
+    def __init__(self, device: int, rank: int, ranks: int, sizes: Sequence[int]):
+        self.device, self.rank, self.ranks, self.sizes = device, rank, ranks, tuple(sizes)
         self._library = library = _library.load_cuda()
         self.pointer = ctypes.c_void_p()
         args = _structs.ARGS["exchange_create"](device=device, rank=rank, ranks=ranks)
         args.size = ctypes.sizeof(args)
-        args.buffer_bytes[0] = size
+        args.buffer_bytes[: len(self.sizes)] = self.sizes
         _call(library.ab_cuda_exchange_create, ctypes.byref(args), ctypes.byref(self.pointer))
 
     def handle(self) -> bytes:
@@ -47,23 +47,31 @@ class PeerExchange:
         """Gives it a name, by which custom calls of XLA find it on its device."""
         _call(self._library.ab_cuda_exchange_register, self.pointer, name.encode())
 
-    def address(self) -> int:
-        """The address of the buffer on this rank."""
+    def address(self, buffer: int) -> int:
+        """The address of a buffer on this rank."""
         data, size = ctypes.c_void_p(), ctypes.c_int64()
         results = ctypes.byref(data), ctypes.byref(size)
-        _call(self._library.ab_cuda_exchange_buffer, self.pointer, ctypes.c_int32(0), *results)
+        _call(self._library.ab_cuda_exchange_buffer, self.pointer, ctypes.c_int32(buffer), *results)
         return data.value or 0
 
-    def run(self, name: str, stream: int, part: int = WHOLE, **arrays: tuple[int, int, Sequence[int]] | None) -> None:
-        """Enqueues ab_cuda_exchange_NAME on buffer 0, with tensors of any dtype but bool.
+    def run(
+        self,
+        name: str,
+        stream: int,
+        buffer: int = 0,
+        part: int = WHOLE,
+        **arrays: tuple[int, int, Sequence[int]] | None,
+    ) -> None:
+        """Enqueues ab_cuda_exchange_NAME, with tensors of any dtype but bool.
 
         Args:
           name: all_gather, all_to_all or release.
           stream: address of the stream.
+          buffer: the buffer that blocks arrive in, or that is released.
           part: WHOLE, START or FINISH; not for release.
           arrays: (address, ab_dtype, shape) by field; None: not given.
         """
-        args = _structs.ARGS[f"exchange_{name}"](exchange=self.pointer)
+        args = _structs.ARGS[f"exchange_{name}"](exchange=self.pointer, buffer=buffer)
         if part != WHOLE:
             args.part = part
         args.size = ctypes.sizeof(args)

@@ -43,7 +43,7 @@ AB_STRUCT(ab_router_backward_args, d_logits, routing_map);
 AB_STRUCT(ab_load_balance_loss_args, d_score_sum, d_score_sum);
 AB_STRUCT(ab_score_sum_args, score_sum, score_sum);
 AB_STRUCT(ab_moe_aux_loss_args, d_probs, d_probs);
-AB_STRUCT(ab_plan_args, row_id_map, row_id_map);
+AB_STRUCT(ab_plan_args, row_id_map, first_expert);
 AB_STRUCT(ab_dispatch_args, rows, rows);
 AB_STRUCT(ab_combine_args, addend, addend);
 AB_STRUCT(ab_combine_backward_args, d_weights, d_weights);
@@ -53,13 +53,14 @@ AB_STRUCT(ab_quantize_rows_args, scales, scales);
 AB_STRUCT(ab_quantize_weights_args, scales, scales);
 AB_STRUCT(ab_grouped_matmul_args, y, lora_u);
 AB_STRUCT(ab_grouped_matmul_dw_args, d_w, reserved);
-AB_STRUCT(ab_grouped_matmul_combine_args, out, lora_u);
-AB_STRUCT(ab_expert_ffn_forward_args, a, lora_b_out_copy);
-AB_STRUCT(ab_expert_ffn_backward_args, weighted_a, d_lora_b_out);
+AB_STRUCT(ab_grouped_matmul_combine_args, out, returning_reserved);
+AB_STRUCT(ab_expert_ffn_forward_args, a, arriving_reserved);
+AB_STRUCT(ab_expert_ffn_backward_args, weighted_a, arriving_reserved);
 AB_STRUCT(ab_exchange_create_args, buffer_bytes, buffer_bytes);
 AB_STRUCT(ab_exchange_all_gather_args, out, out);
 AB_STRUCT(ab_exchange_all_to_all_args, out, out);
 AB_STRUCT(ab_exchange_release_args, reserved, reserved);
+AB_STRUCT(ab_exchange_sum_args, out, out);
 
 #undef AB_END_OF
 #undef AB_STRUCT

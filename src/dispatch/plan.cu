@@ -40,7 +40,7 @@ struct Plan {
   __device__ int32_t expert_at(int64_t slot) const {
     if (slot >= slots) return -1;
     const int32_t expert =
-        call.format == SlotFormat::experts ? call.entry<int32_t>(slot) : call.expert_of(slot / call.maps.K, slot);
+        call.format == SlotFormat::experts ? call.expert_at(slot) : call.expert_of(slot / call.maps.K, slot);
     return expert >= -1 && expert < call.E ? expert : -2;
   }
 };

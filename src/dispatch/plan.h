@@ -28,6 +28,8 @@ struct PlanCall {
   SlotFormat format = SlotFormat::experts;
   const void* slots = nullptr;  // experts [T, K] int32, map [T, E] bool, or [T, ceil(E/8)] uint8
   int64_t E = 0;
+  bool is_part = false;  // `slots` has experts of other plans, too
+  int32_t first_expert = 0;
   Regions regions;
   Maps maps;
   int32_t* tokens_per_expert = nullptr;
@@ -54,6 +56,14 @@ struct PlanCall {
 #endif
   }
 
+  // An entry of `experts` as an expert of this plan; -1: none. An index out of range is returned unchanged.
+  AB_INLINE int32_t expert_at(int64_t slot) const {
+    const int32_t expert = entry<int32_t>(slot);
+    if (!is_part) return expert;
+    const bool is_here = expert >= first_expert && int64_t{expert} - first_expert < E;
+    return is_here ? expert - first_expert : -1;
+  }
+
   // The expert of slot `slot` of token t; -1: none. An index out of range is returned unchanged.
   AB_INLINE int32_t expert_of(int64_t t, int64_t slot) const {
     const int64_t e = slot - t * maps.K;
@@ -63,7 +73,7 @@ struct PlanCall {
         const uint8_t byte = entry<uint8_t>(t * ((E + 7) / 8) + e / 8);
         return (byte >> (e % 8) & 1) != 0 ? static_cast<int32_t>(e) : -1;
       }
-      default: return entry<int32_t>(slot);
+      default: return expert_at(slot);
     }
   }
 };

@@ -39,6 +39,16 @@ ab_status check_slots(const ab_plan_args* args, PlanCall* call) {
 ab_status check_plan(const ab_plan_args* args, PlanCall* call) {
   if (args->num_experts < 1) return AB_INVALID("num_experts: got %d, expected at least 1", args->num_experts);
   if (args->align_size < 0) return AB_INVALID("align_size: got %d, expected at least 0", args->align_size);
+  if (args->is_part != 0 && args->is_part != 1) return AB_INVALID("is_part: got %d, expected 0 or 1", args->is_part);
+  if (args->first_expert < 0 || (args->is_part == 0 && args->first_expert != 0)) {
+    return AB_INVALID("first_expert: got %d, expected %s", args->first_expert,
+                      args->is_part == 0 ? "0 without is_part" : "0 or more");
+  }
+  if (args->is_part == 1 && args->experts == nullptr) {
+    return AB_INVALID("is_part: got 1 with routing_map, expected experts");
+  }
+  call->is_part = args->is_part == 1;
+  call->first_expert = args->first_expert;
   const int64_t E = call->E = args->num_experts;
   const int64_t destinations = args->num_destinations == 0 ? 1 : args->num_destinations;
   if (destinations < 0 || E % destinations != 0) {

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp, 1) place_small_plan(const Sm
   int32_t invalid = 0;
 #pragma unroll 1
   for (int slot = begin; slot - lane_index() < end; slot += kWarp) {
-    int32_t expert = slot < end ? call.entry<int32_t>(slot) : -1;
+    int32_t expert = slot < end ? call.expert_at(slot) : -1;
     if (expert < -1 || expert >= plan.E) {
       expert = -1;
       ++invalid;

@@ -125,6 +125,18 @@ ab_status check_all_to_all(const ab_exchange_all_to_all_args* args, const Shape&
   return check_call(args, shape, *call);
 }
 
+ab_status check_sum(const ab_exchange_sum_args* args, const Shape& shape) {
+  if (!std::isfinite(args->factor)) {
+    return AB_INVALID("factor: got %g, expected a finite number", static_cast<double>(args->factor));
+  }
+  AB_RETURN_IF_ERROR(check_buffer(args->buffer));
+  AB_RETURN_IF_ERROR(check_tensor("out", args->out, kFloats, {{"T"}, {"D"}}));
+  const Axis T{"T", args->out->shape[0]};
+  const Axis D{"D", args->out->shape[1]};
+  AB_RETURN_IF_ERROR(check_tensor("sums", args->sums, kFloats, {{"P T", shape.ranks * T.size}, D}));
+  return check_optional("addend", args->addend, kFloats, {T, D});
+}
+
 ab_status status_of(const Report& report, uint64_t limit) {
   const Failure failure = unpack(report.failure);
   const double seconds = static_cast<double>(limit) * 1e-9;

@@ -44,6 +44,7 @@ struct Call {
 constexpr bool is_buffer(int32_t buffer) { return buffer >= 0 && buffer < kBuffers; }
 ab_status check_buffer(int32_t buffer);
 ab_status check_all_gather(const ab_exchange_all_gather_args* args, const Shape& shape, Call* call);
+ab_status check_sum(const ab_exchange_sum_args* args, const Shape& shape);
 ab_status check_all_to_all(const ab_exchange_all_to_all_args* args, const Shape& shape, Call* call);
 
 // The status of an exchange with this failure; `limit` is that of its waits.

@@ -375,7 +375,20 @@ ab_status check(const ab_grouped_matmul_args* args, GroupedSizes* s) {
   return check_lora(args, args->y->dtype, s);
 }
 
+// An exchange of a call, or NULL.
+static ab_status check_exchange(const char* name, const ab_exchange* exchange, int32_t buffer, int32_t reserved) {
+#ifndef ANABRANCH_CUDA
+  if (exchange != nullptr) return AB_INVALID("%s: got an exchange, expected NULL on a CPU", name);
+#endif
+  if (exchange == nullptr && buffer != 0) {
+    return AB_INVALID("%s_buffer: got %d, expected 0 without an exchange", name, buffer);
+  }
+  if (reserved != 0) return AB_INVALID("%s_reserved: got %d, expected 0", name, reserved);
+  return ok();
+}
+
 ab_status check(const ab_grouped_matmul_combine_args* args, CombinedSizes* s) {
+  AB_RETURN_IF_ERROR(check_exchange("returning", args->returning, args->returning_buffer, args->returning_reserved));
   AB_RETURN_IF_ERROR(check_product(args, s));
   AB_RETURN_IF_ERROR(check_flag("skip_rest", args->skip_rest));
   AB_RETURN_IF_ERROR(check_weight_early(args->weight_early, args->weights));
@@ -416,6 +429,7 @@ ab_status check(const ab_grouped_matmul_dw_args* args, GroupedSizes* s) {
 
 ab_status check(const ab_expert_ffn_forward_args* args, FfnSizes* s) {
   const bool has_down = args->y != nullptr || args->a == nullptr;
+  AB_RETURN_IF_ERROR(check_exchange("arriving", args->arriving, args->arriving_buffer, args->arriving_reserved));
   AB_RETURN_IF_ERROR(check_common(args, has_down, true, s));
   AB_RETURN_IF_ERROR(check_weight_early(args->weight_early, args->weights));
   if (!has_down && args->weight_early == 0) {
@@ -433,6 +447,7 @@ ab_status check(const ab_expert_ffn_forward_args* args, FfnSizes* s) {
 }
 
 ab_status check(const ab_expert_ffn_backward_args* args, FfnSizes* s) {
+  AB_RETURN_IF_ERROR(check_exchange("arriving", args->arriving, args->arriving_buffer, args->arriving_reserved));
   AB_RETURN_IF_ERROR(check_common(args, true, false, s));
   AB_RETURN_IF_ERROR(check_flag("accumulate", args->accumulate));
   const bool has_factors = args->d_lora_a_in != nullptr || args->d_lora_b_in != nullptr ||

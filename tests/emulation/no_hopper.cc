@@ -16,6 +16,8 @@ const char* unsupported_reason(const RowsProduct&) { return kReason; }
 const char* unsupported_reason(const IntermediateGradient&) { return kReason; }
 const char* unsupported_reason(const WeightGradient&) { return kReason; }
 const char* unsupported_reason(const FactorPair&) { return kReason; }
+bool takes_parts(const Up&) { return false; }
+bool takes_parts(const IntermediateGradient&) { return false; }
 TileChoice choose_tile(const Up&, int) { return {}; }
 TileChoice choose_tile(const RowsProduct&, int) { return {}; }
 TileChoice choose_tile(const IntermediateGradient&, int) { return {}; }

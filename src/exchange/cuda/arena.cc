@@ -30,6 +30,12 @@ std::vector<Known>& arenas() {
   return *known;
 }
 
+std::vector<cudaEvent_t*> events_of(Arena* arena) {
+  std::vector<cudaEvent_t*> events{&arena->fork};
+  for (int b = 0; b < exchange::kBuffers; ++b) events.insert(events.end(), {&arena->pushed[b], &arena->copied[b]});
+  return events;
+}
+
 ab_status allocate(int64_t bytes, int rank, Arena* arena) {
   AB_RETURN_IF_CUDA_ERROR("cudaMalloc of the buffers",
                           cudaMalloc(reinterpret_cast<void**>(&arena->buffers), round_up(static_cast<size_t>(bytes))));
@@ -38,9 +44,12 @@ ab_status allocate(int64_t bytes, int rank, Arena* arena) {
   AB_RETURN_IF_CUDA_ERROR("cudaHostAlloc", cudaHostAlloc(reinterpret_cast<void**>(&arena->report), sizeof(Report),
                                                          cudaHostAllocPortable | cudaHostAllocMapped));
   *arena->report = {};
-  AB_RETURN_IF_CUDA_ERROR("cudaStreamCreate", cudaStreamCreateWithFlags(&arena->side, cudaStreamNonBlocking));
-  AB_RETURN_IF_CUDA_ERROR("cudaEventCreate", cudaEventCreateWithFlags(&arena->fork, cudaEventDisableTiming));
-  AB_RETURN_IF_CUDA_ERROR("cudaEventCreate", cudaEventCreateWithFlags(&arena->join, cudaEventDisableTiming));
+  for (cudaStream_t* const stream : {&arena->side, &arena->local}) {
+    AB_RETURN_IF_CUDA_ERROR("cudaStreamCreate", cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking));
+  }
+  for (cudaEvent_t* const event : events_of(arena)) {
+    AB_RETURN_IF_CUDA_ERROR("cudaEventCreate", cudaEventCreateWithFlags(event, cudaEventDisableTiming));
+  }
   Flags flags{};
   for (int b = 0; b < exchange::kBuffers; ++b) flags.use[b] = flags.released[b][rank] = exchange::kNoUse;
   AB_RETURN_IF_CUDA_ERROR("cudaMemcpy",
@@ -51,9 +60,13 @@ ab_status allocate(int64_t bytes, int rank, Arena* arena) {
 
 // An error is ignored: it is that of an earlier kernel, and the memory is gone with its context.
 void free_arena(const Arena& arena, bool frees_flags) {
-  if (arena.fork != nullptr) cudaEventDestroy(arena.fork);
-  if (arena.join != nullptr) cudaEventDestroy(arena.join);
-  if (arena.side != nullptr) cudaStreamDestroy(arena.side);
+  Arena copy = arena;
+  for (const cudaEvent_t* const event : events_of(&copy)) {
+    if (*event != nullptr) cudaEventDestroy(*event);
+  }
+  for (const cudaStream_t stream : {arena.side, arena.local}) {
+    if (stream != nullptr) cudaStreamDestroy(stream);
+  }
   if (arena.report != nullptr) cudaFreeHost(arena.report);
   if (arena.buffers != nullptr) cudaFree(arena.buffers);
   if (arena.flags != nullptr && frees_flags) cudaFree(arena.flags);

@@ -25,8 +25,11 @@ struct Arena {
   char* buffers = nullptr;             // one allocation
   exchange::Report* report = nullptr;  // host memory that the device can write to
   cudaStream_t side = nullptr;         // carries the pushes
+  cudaStream_t local = nullptr;        // carries copies of this rank's own blocks
   cudaEvent_t fork = nullptr;
-  cudaEvent_t join = nullptr;
+  // By buffer: the pushes and the local copies of its last call have ended.
+  cudaEvent_t pushed[exchange::kBuffers] = {};
+  cudaEvent_t copied[exchange::kBuffers] = {};
 };
 
 // The peers of a connected exchange.

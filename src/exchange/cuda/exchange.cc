@@ -50,6 +50,21 @@ ab_status check_failure(const ab_exchange& exchange) {
   return exchange::status_of(*report, exchange.group.limit);
 }
 
+ab_status check_usable(const ab_exchange* exchange) {
+  if (exchange == nullptr) {
+    return AB_INVALID("exchange: got NULL, expected an exchange of ab_cuda_exchange_create");
+  }
+  if (!exchange->connected) {
+    return AB_INVALID("exchange: got an exchange that is not connected, expected ab_cuda_exchange_connect first");
+  }
+  int device = 0;
+  AB_RETURN_IF_CUDA_ERROR("cudaGetDevice", cudaGetDevice(&device));
+  if (device != exchange->arena.device) {
+    return AB_INVALID("exchange: got a call on device %d, expected its device %d", device, exchange->arena.device);
+  }
+  return check_failure(*exchange);
+}
+
 namespace {
 
 static_assert(sizeof(cudaIpcMemHandle_t) == exchange::kIpcBytes, "the handle has room for those of cudaIpc");

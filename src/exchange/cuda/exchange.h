@@ -23,8 +23,6 @@ struct ab_exchange {
   bool opened[anabranch::exchange::kMaxRanks]{};  // by cudaIpc
 
   std::mutex calls;  // held while a call enqueues its work
-
-  bool has_peers() const { return shape.ranks > 1; }
 };
 
 namespace anabranch::cuda {
@@ -37,5 +35,8 @@ int64_t bytes_of_buffers(const exchange::Shape& shape);
 
 // AB_INTERNAL if the exchange is broken.
 ab_status check_failure(const ab_exchange& exchange);
+
+// Whether calls can be made on an exchange, which may be NULL, on the current device.
+ab_status check_usable(const ab_exchange* exchange);
 
 }  // namespace anabranch::cuda

@@ -8,6 +8,7 @@
 #include "exchange/cuda/block.cuh"
 #include "exchange/cuda/load.h"
 #include "exchange/cuda/small_call.h"
+#include "exchange/cuda/sum.h"
 
 namespace anabranch::cuda {
 namespace {
@@ -26,12 +27,14 @@ __global__ void __launch_bounds__(kWarp) begin_use(const Group group, int buffer
   if (rank == 0) protocol.begin(buffer, protocol.next_use(buffer, operation, bytes));
 }
 
-__global__ void __launch_bounds__(kWarp) await_arrivals(const Group group, const Arrivals arrivals) {
+__global__ void __launch_bounds__(kCopyThreads) await_arrivals(const Group group, const Arrivals arrivals) {
   const DeviceProtocol protocol(group);
-  const int rank = lane_index();
-  if (rank >= group.ranks || (arrivals.sources >> rank & 1u) == 0) return;
-  const int end = arrivals.first_phase + arrivals.phases;
-  for (int phase = arrivals.first_phase; phase < end; ++phase) protocol.await_arrival(arrivals.buffer, phase, rank);
+  const auto rank = static_cast<int>(threadIdx.x);
+  if (rank < group.ranks && rank != group.rank && (arrivals.sources >> rank & 1u) != 0) {
+    const bool arrived = protocol.await_arrival(arrivals.buffer, arrivals.phase, rank);
+    if (arrived && arrivals.phase > 0) protocol.forget_arrival(arrivals.buffer, arrivals.phase, rank);
+  }
+  if (!has_read_valid_data(protocol)) fill_with_ones(arrivals.memory, arrivals.bytes);
 }
 
 __global__ void __launch_bounds__(kWarp) release_buffer(const Group group, int buffer) {
@@ -39,7 +42,7 @@ __global__ void __launch_bounds__(kWarp) release_buffer(const Group group, int b
   if (rank < group.ranks) DeviceProtocol(group).release(buffer, rank);
 }
 
-// A block of the following kernels copies or fills a chunk of one source.
+// A block of the following kernel copies a chunk of one source.
 constexpr int64_t kChunkBytes = 32 << 10;
 
 template <class Bytes>
@@ -61,12 +64,6 @@ __global__ void __launch_bounds__(kCopyThreads)
   }
 }
 
-__global__ void __launch_bounds__(kCopyThreads) fill_if_broken(const Group group, char* data, int64_t bytes) {
-  if (has_read_valid_data(DeviceProtocol(group))) return;
-  const int64_t begin = blockIdx.x * kChunkBytes;
-  fill_with_ones(data + begin, min(kChunkBytes, bytes - begin));
-}
-
 int64_t chunks_of(int64_t bytes) { return (bytes + kChunkBytes - 1) / kChunkBytes; }
 
 }  // namespace
@@ -75,10 +72,10 @@ ab_status load_kernels() {
   AB_RETURN_IF_ERROR(load(begin_use));
   AB_RETURN_IF_ERROR(load(await_arrivals));
   AB_RETURN_IF_ERROR(load(release_buffer));
-  AB_RETURN_IF_ERROR(load(fill_if_broken));
   for (int bytes = 1; bytes <= kAccessBytes; bytes *= 2) {
     AB_RETURN_IF_ERROR(with_word(bytes, []<class Bytes>(Bytes) { return load(collect<Bytes>); }));
   }
+  AB_RETURN_IF_ERROR(load_sum());
   return load_small_call();
 }
 
@@ -87,7 +84,7 @@ ab_status launch_begin(const Group& group, int buffer, Operation operation, int6
 }
 
 ab_status launch_await(const Group& group, const Arrivals& arrivals, cudaStream_t stream) {
-  return launch("exchange await", await_arrivals, {1, kWarp, 0, stream}, group, arrivals);
+  return launch("exchange await", await_arrivals, {1, kCopyThreads, 0, stream}, group, arrivals);
 }
 
 ab_status launch_collect(const Group& group, const Collection& collection, cudaStream_t stream) {
@@ -98,10 +95,6 @@ ab_status launch_collect(const Group& group, const Collection& collection, cudaS
     return launch("exchange collect", collect<Bytes>, {chunks * group.ranks, kCopyThreads, 0, stream}, group,
                   collection, chunks);
   });
-}
-
-ab_status launch_fill_if_broken(const Group& group, char* data, int64_t bytes, cudaStream_t stream) {
-  return launch("exchange fill", fill_if_broken, {chunks_of(bytes), kCopyThreads, 0, stream}, group, data, bytes);
 }
 
 ab_status launch_release(const Group& group, int buffer, cudaStream_t stream) {

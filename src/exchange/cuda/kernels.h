@@ -18,12 +18,14 @@ ab_status load_kernels();
 ab_status launch_begin(const exchange::Group& group, int buffer, exchange::Operation operation, int64_t bytes,
                        cudaStream_t stream);
 
-// Protocol::await_arrival() for some phases and sources.
+// Protocol::await_arrival() for a phase and some sources. Phases after the first are forgotten, since not every use
+// pushes them. If the exchange is broken, the memory is filled with bytes 0xff.
 struct Arrivals {
   int buffer;
-  int first_phase = 0;
-  int phases = 1;
+  int phase = 0;
   uint32_t sources = ~0u;  // a bit per rank
+  char* memory = nullptr;
+  int64_t bytes = 0;
 };
 ab_status launch_await(const exchange::Group& group, const Arrivals& arrivals, cudaStream_t stream);
 
@@ -37,9 +39,6 @@ struct Collection {
   int64_t bytes;
 };
 ab_status launch_collect(const exchange::Group& group, const Collection& collection, cudaStream_t stream);
-
-// Fills memory with bytes 0xff if the exchange is broken.
-ab_status launch_fill_if_broken(const exchange::Group& group, char* data, int64_t bytes, cudaStream_t stream);
 
 // Protocol::release() for all ranks.
 ab_status launch_release(const exchange::Group& group, int buffer, cudaStream_t stream);

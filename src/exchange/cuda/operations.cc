@@ -1,6 +1,7 @@
 // ab_cuda_exchange_all_gather, ab_cuda_exchange_all_to_all and ab_cuda_exchange_release.
 #include "core/cuda/launch.h"
 #include "core/entry.h"
+#include "exchange/cuda/returning.h"
 #include "exchange/cuda/small_call.h"
 #include "exchange/cuda/steps.h"
 
@@ -9,27 +10,12 @@ namespace {
 
 using exchange::Call;
 
-ab_status check_exchange(const ab_exchange* exchange) {
-  if (exchange == nullptr) {
-    return AB_INVALID("exchange: got NULL, expected an exchange of ab_cuda_exchange_create");
-  }
-  if (!exchange->connected) {
-    return AB_INVALID("exchange: got an exchange that is not connected, expected ab_cuda_exchange_connect first");
-  }
-  int device = 0;
-  AB_RETURN_IF_CUDA_ERROR("cudaGetDevice", cudaGetDevice(&device));
-  if (device != exchange->arena.device) {
-    return AB_INVALID("exchange: got a call on device %d, expected its device %d", device, exchange->arena.device);
-  }
-  return check_failure(*exchange);
-}
-
 ab_status push_blocks(const ab_exchange& exchange, const Call& call) {
   for (int step = 1; step < exchange.shape.ranks; ++step) {
     const int to = push_order(exchange, step);
     if (call.lockstep && step > 1) {
       const int source = (exchange.shape.rank - (step - 1) + exchange.shape.ranks) % exchange.shape.ranks;
-      AB_RETURN_IF_ERROR(await_arrivals(exchange, {call.buffer, 0, 1, 1u << source}, exchange.arena.side));
+      AB_RETURN_IF_ERROR(await_arrivals(exchange, {call.buffer, 0, 1u << source}, exchange.arena.side));
     }
     const int64_t offset = exchange.shape.rank * call.bytes;
     AB_RETURN_IF_ERROR(push(exchange, call.buffer, to, offset, call.x + to * call.stride, call.bytes));
@@ -43,31 +29,27 @@ const char* own_block(const ab_exchange& exchange, const Call& call) {
 }
 
 // Copies this rank's block to its place in the buffer, if the result stays there.
-ab_status copy_own(const ab_exchange& exchange, const Call& call, cudaStream_t stream) {
-  const int rank = exchange.shape.rank;
-  const char* const own = own_block(exchange, call);
-  char* const place = buffer_of(exchange, rank, call.buffer) + rank * call.bytes;
-  if (!call.stays_in_buffer || own == place || call.bytes == 0) return ok();
-  AB_RETURN_IF_CUDA_ERROR(
-      "copy", cudaMemcpyAsync(place, own, static_cast<size_t>(call.bytes), cudaMemcpyDeviceToDevice, stream));
-  return ok();
+ab_status copy_own(const ab_exchange& exchange, const Call& call) {
+  if (!call.stays_in_buffer) return ok();
+  return copy_locally(exchange, call.buffer, exchange.shape.rank * call.bytes, own_block(exchange, call), call.bytes);
 }
 
 // Waits for the blocks of the peers. Afterwards the result is where the caller wants it.
 ab_status receive(const ab_exchange& exchange, const Call& call, cudaStream_t stream) {
   char* const buffer = buffer_of(exchange, exchange.shape.rank, call.buffer);
-  AB_RETURN_IF_ERROR(await_arrivals(exchange, {call.buffer}, stream));
-  if (!call.stays_in_buffer) {
-    return launch_collect(exchange.group, {call.buffer, buffer, own_block(exchange, call), call.out, call.bytes},
-                          stream);
+  Arrivals arrivals{call.buffer};
+  if (call.stays_in_buffer) {
+    arrivals.memory = buffer;
+    arrivals.bytes = exchange.shape.ranks * call.bytes;
+    return await_arrivals(exchange, arrivals, stream);
   }
-  return launch_fill_if_broken(exchange.group, buffer, exchange.shape.ranks * call.bytes, stream);
+  AB_RETURN_IF_ERROR(await_arrivals(exchange, arrivals, stream));
+  return launch_collect(exchange.group, {call.buffer, buffer, own_block(exchange, call), call.out, call.bytes}, stream);
 }
 
-// After an error, too, the stream of the caller joins the side stream: what was pushed so far still reads x.
-ab_status join_after(const ab_status& status, const ab_exchange& exchange, cudaStream_t stream) {
-  const ab_status joined = join(exchange, stream);
-  return status.code == AB_OK ? joined : status;
+ab_status join(const ab_exchange& exchange, int buffer, cudaStream_t stream) {
+  AB_RETURN_IF_ERROR(await_local_copies(exchange, buffer, stream));
+  return await_pushes(exchange, buffer, stream);
 }
 
 ab_status run_small(const ab_exchange& exchange, const Call& call, cudaStream_t stream) {
@@ -76,28 +58,28 @@ ab_status run_small(const ab_exchange& exchange, const Call& call, cudaStream_t 
   return launch_small_call(exchange.group, small, stream);
 }
 
-ab_status run_whole(const ab_exchange& exchange, const Call& call, cudaStream_t stream) {
-  AB_RETURN_IF_ERROR(begin_use(exchange, call.buffer, call.operation, call.bytes, stream));
-  if (exchange.has_peers()) AB_RETURN_IF_ERROR(fork(exchange, stream));
-  ab_status status = exchange.has_peers() ? push_blocks(exchange, call) : ok();
-  if (status.code == AB_OK) status = copy_own(exchange, call, stream);
-  if (status.code == AB_OK) status = receive(exchange, call, stream);
-  return exchange.has_peers() ? join_after(status, exchange, stream) : status;
-}
-
-// All copies run on the side stream, which finish() joins.
+// After an error, too, the stream of the caller waits for the copies: what was enqueued so far still reads x.
 ab_status start(const ab_exchange& exchange, const Call& call, cudaStream_t stream) {
   AB_RETURN_IF_ERROR(begin_use(exchange, call.buffer, call.operation, call.bytes, stream));
   AB_RETURN_IF_ERROR(fork(exchange, stream));
   ab_status status = push_blocks(exchange, call);
-  if (status.code == AB_OK) status = copy_own(exchange, call, exchange.arena.side);
-  if (status.code != AB_OK) return join_after(status, exchange, stream);
-  return end_pushes(exchange);
+  if (status.code == AB_OK) status = copy_own(exchange, call);
+  const ab_status ended = end_copies(exchange, call.buffer);
+  if (status.code == AB_OK) return ended;
+  if (ended.code == AB_OK) join(exchange, call.buffer, stream);
+  return status;
 }
 
 ab_status finish(const ab_exchange& exchange, const Call& call, cudaStream_t stream) {
-  AB_RETURN_IF_ERROR(await_pushes(exchange, stream));
-  return receive(exchange, call, stream);
+  AB_RETURN_IF_ERROR(await_local_copies(exchange, call.buffer, stream));
+  const ab_status status = receive(exchange, call, stream);
+  const ab_status joined = await_pushes(exchange, call.buffer, stream);
+  return status.code == AB_OK ? joined : status;
+}
+
+ab_status run_whole(const ab_exchange& exchange, const Call& call, cudaStream_t stream) {
+  AB_RETURN_IF_ERROR(start(exchange, call, stream));
+  return finish(exchange, call, stream);
 }
 
 ab_status run(ab_exchange* exchange, const Call& call, cudaStream_t stream) {
@@ -111,7 +93,7 @@ ab_status run(ab_exchange* exchange, const Call& call, cudaStream_t stream) {
 
 template <class Args>
 ab_status run(ab_status (*check)(const Args*, const exchange::Shape&, Call*), const Args* args, const ab_exec* exec) {
-  AB_RETURN_IF_ERROR(check_exchange(args->exchange));
+  AB_RETURN_IF_ERROR(check_usable(args->exchange));
   Call call;
   AB_RETURN_IF_ERROR(check(args, args->exchange->shape, &call));
   return run(args->exchange, call, stream_of(exec));
@@ -132,9 +114,19 @@ extern "C" ab_status ab_cuda_exchange_all_to_all(const ab_exchange_all_to_all_ar
   return cuda::run(exchange::check_all_to_all, args, exec);
 }
 
+extern "C" ab_status ab_cuda_exchange_sum(const ab_exchange_sum_args* args, const ab_exec* exec) {
+  AB_ENTER(args, exec);
+  AB_RETURN_IF_ERROR(cuda::check_usable(args->exchange));
+  AB_RETURN_IF_ERROR(exchange::check_sum(args, args->exchange->shape));
+  cuda::ReturningSums returning;
+  AB_RETURN_IF_ERROR(cuda::describe_returning("sums", args->exchange, args->buffer, *args->sums, &returning));
+  std::lock_guard lock(args->exchange->calls);
+  return cuda::sum_returned(returning, args->factor, args->addend, *args->out, cuda::stream_of(exec));
+}
+
 extern "C" ab_status ab_cuda_exchange_release(const ab_exchange_release_args* args, const ab_exec* exec) {
   AB_ENTER(args, exec);
-  AB_RETURN_IF_ERROR(cuda::check_exchange(args->exchange));
+  AB_RETURN_IF_ERROR(cuda::check_usable(args->exchange));
   AB_RETURN_IF_ERROR(exchange::check_buffer(args->buffer));
   if (args->reserved != 0) return AB_INVALID("reserved: got %d, expected 0", args->reserved);
   std::lock_guard lock(args->exchange->calls);

@@ -12,21 +12,23 @@ ab_status begin_use(const ab_exchange& exchange, int buffer, exchange::Operation
 ab_status fork(const ab_exchange& exchange, cudaStream_t stream) {
   AB_RETURN_IF_CUDA_ERROR("fork", cudaEventRecord(exchange.arena.fork, stream));
   AB_RETURN_IF_CUDA_ERROR("fork", cudaStreamWaitEvent(exchange.arena.side, exchange.arena.fork, 0));
+  AB_RETURN_IF_CUDA_ERROR("fork", cudaStreamWaitEvent(exchange.arena.local, exchange.arena.fork, 0));
   return ok();
 }
 
-ab_status join(const ab_exchange& exchange, cudaStream_t stream) {
-  AB_RETURN_IF_ERROR(end_pushes(exchange));
-  return await_pushes(exchange, stream);
-}
-
-ab_status end_pushes(const ab_exchange& exchange) {
-  AB_RETURN_IF_CUDA_ERROR("join", cudaEventRecord(exchange.arena.join, exchange.arena.side));
+ab_status end_copies(const ab_exchange& exchange, int buffer) {
+  AB_RETURN_IF_CUDA_ERROR("join", cudaEventRecord(exchange.arena.pushed[buffer], exchange.arena.side));
+  AB_RETURN_IF_CUDA_ERROR("join", cudaEventRecord(exchange.arena.copied[buffer], exchange.arena.local));
   return ok();
 }
 
-ab_status await_pushes(const ab_exchange& exchange, cudaStream_t stream) {
-  AB_RETURN_IF_CUDA_ERROR("join", cudaStreamWaitEvent(stream, exchange.arena.join, 0));
+ab_status await_pushes(const ab_exchange& exchange, int buffer, cudaStream_t stream) {
+  AB_RETURN_IF_CUDA_ERROR("join", cudaStreamWaitEvent(stream, exchange.arena.pushed[buffer], 0));
+  return ok();
+}
+
+ab_status await_local_copies(const ab_exchange& exchange, int buffer, cudaStream_t stream) {
+  AB_RETURN_IF_CUDA_ERROR("join", cudaStreamWaitEvent(stream, exchange.arena.copied[buffer], 0));
   return ok();
 }
 
@@ -37,6 +39,14 @@ ab_status push(const ab_exchange& exchange, int buffer, int to, int64_t offset, 
   char* const place = buffer_of(exchange, to, buffer) + offset;
   AB_RETURN_IF_CUDA_ERROR(
       "push", cudaMemcpyAsync(place, from, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice, exchange.arena.side));
+  return ok();
+}
+
+ab_status copy_locally(const ab_exchange& exchange, int buffer, int64_t offset, const void* from, int64_t bytes) {
+  char* const place = buffer_of(exchange, exchange.shape.rank, buffer) + offset;
+  if (bytes == 0 || place == from) return ok();
+  AB_RETURN_IF_CUDA_ERROR(
+      "copy", cudaMemcpyAsync(place, from, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice, exchange.arena.local));
   return ok();
 }
 

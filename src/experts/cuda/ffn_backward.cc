@@ -8,6 +8,7 @@
 #include "core/tensor.h"
 #include "core/workspace.h"
 #include "experts/check.h"
+#include "experts/cuda/arriving_rows.h"
 #include "experts/cuda/bias_gradient.h"
 #include "experts/cuda/convert.h"
 #include "experts/cuda/fp8_operands.h"
@@ -35,6 +36,8 @@ struct Backward {
   Fp8WeightOperand w_out;
   Fp8WeightOperand w_in;
   LoraBackward lora;
+  int32_t* bounds;  // [E, 2], of the rows that arrive first
+  ArrivingTokens arriving;
   void* scratch;  // shared by consecutive steps
 
   Backward(const ab_expert_ffn_backward_args& arguments, const FfnSizes& sizes, const ab_exec* memory)
@@ -47,7 +50,8 @@ struct Backward {
         d_out(converts() ? Floats(workspace.take_rows(args.d_out->shape[0], s.D, args.x->dtype), args.x->dtype)
                          : Floats(args.d_out)),
         fp8(is_fp8(args)),
-        lora(workspace, args, s) {
+        lora(workspace, args, s),
+        bounds(workspace.take<int32_t>(args.arriving == nullptr ? 0 : 2 * s.E)) {
     if (fp8) take_fp8();
     scratch = workspace.take_bytes(scratch_bytes());
   }
@@ -228,8 +232,19 @@ struct Backward {
     return {.map = map, .d_out = d_out, .weighted_a = weighted_a, .dh = dh, .scratch = scratch};
   }
 
+  ab_status compute_intermediate(bool arrives, const Device& device, cudaStream_t stream) const {
+    const auto compute = [&](const IntermediateGradient& gradient) {
+      return compute_intermediate_gradient(gradient, device, stream);
+    };
+    if (!arrives) return compute(intermediate_gradient());
+    return compute_when_arrived(intermediate_gradient(), arriving, pays_to_split(arriving, 0), bounds, device, stream,
+                                compute);
+  }
+
   ab_status run(const Device& device, cudaStream_t stream) const {
     const int multiprocessors = device.multiprocessors;
+    const bool arrives_first = fp8 || converts() || s.rank_in + s.rank_out > 0 || args.h == nullptr;
+    if (arriving && arrives_first) AB_RETURN_IF_ERROR(arriving.await_all(stream));
     if (converts()) {
       AB_RETURN_IF_ERROR(convert(Floats(args.d_out), d_out, args.d_out->shape[0] * s.D, multiprocessors, stream));
     }
@@ -237,7 +252,7 @@ struct Backward {
     AB_RETURN_IF_ERROR(lora.compute_v_out(rows(), device, stream));
     if (args.h != nullptr) {
       AB_RETURN_IF_ERROR(fp8 ? compute_intermediate_fp8(device, stream)
-                             : compute_intermediate_gradient(intermediate_gradient(), device, stream));
+                             : compute_intermediate(arriving && !arrives_first, device, stream));
     }
     if (args.d_weights != nullptr) AB_RETURN_IF_ERROR(compute_slot_gradient(slots(device), multiprocessors, stream));
     if (args.d_w_out != nullptr) AB_RETURN_IF_ERROR(compute_weight_gradient(out_weights(), scratch, device, stream));
@@ -273,8 +288,10 @@ ab_status ab_cuda_expert_ffn_backward(const ab_expert_ffn_backward_args* args, c
   AB_ENTER(args, exec);
   FfnSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
-  const cuda::Backward op(*args, s, exec);
+  cuda::Backward op(*args, s, exec);
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
+  AB_RETURN_IF_ERROR(
+      cuda::ArrivingTokens::find("d_out", args->arriving, args->arriving_buffer, args->d_out, &op.arriving));
   cuda::Device device;
   AB_RETURN_IF_ERROR(cuda::find_device_of_experts("expert_ffn_backward", &device));
   return op.run(device, cuda::stream_of(exec));

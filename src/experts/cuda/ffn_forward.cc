@@ -6,13 +6,18 @@
 #include "core/tensor.h"
 #include "core/workspace.h"
 #include "experts/check.h"
+#include "experts/cuda/arriving_rows.h"
 #include "experts/cuda/fp8_operands.h"
 #include "experts/cuda/lora.h"
 #include "experts/cuda/path.h"
 #include "experts/cuda/phases.h"
+#include "experts/few_rows/products.h"
 
 namespace anabranch::cuda {
 namespace {
+
+// What arrives while tokens are routed, in about 100 us.
+constexpr int64_t kHiddenBytes = 32 << 20;
 
 struct Forward {
   const ab_expert_ffn_forward_args& args;
@@ -34,6 +39,8 @@ struct Forward {
   void* lora_z;
   LowRankTerm lora_in;
   LowRankTerm lora_out;
+  int32_t* bounds;  // [E, 2], of the rows that arrive first
+  ArrivingTokens arriving;
 
   Forward(const ab_expert_ffn_forward_args& arguments, const FfnSizes& sizes, const ab_exec* memory)
       : args(arguments),
@@ -51,7 +58,8 @@ struct Forward {
         lora_u(take_low_rank_rows(workspace, args.lora_u, s.rank_in > 0, s.R, s.rank_in, s.dtype)),
         lora_z(take_low_rank_rows(workspace, args.lora_z, s.rank_out > 0, s.R, s.rank_out, s.dtype)),
         lora_in(workspace, lora_u, lora_b_in, {s.R, s.E}, s.P * s.F, s.rank_in, s.dtype, fp8),
-        lora_out(workspace, lora_z, lora_b_out, {s.R, s.E}, s.D, args.y == nullptr ? 0 : s.rank_out, s.dtype, fp8) {
+        lora_out(workspace, lora_z, lora_b_out, {s.R, s.E}, s.D, args.y == nullptr ? 0 : s.rank_out, s.dtype, fp8),
+        bounds(workspace.take<int32_t>(args.arriving == nullptr ? 0 : 2 * s.E)) {
     if (fp8) take_fp8();
   }
 
@@ -76,6 +84,7 @@ struct Forward {
   int64_t x_rows() const { return s.K > 0 ? s.T : s.R; }
 
   ab_status run_fp8(const Device& device, cudaStream_t stream) const {
+    if (arriving) AB_RETURN_IF_ERROR(arriving.await_all(stream));
     if (args.x_q == nullptr) AB_RETURN_IF_ERROR(quantize_rows(Floats(args.x), x_rows(), s.D, x8, stream));
     AB_RETURN_IF_ERROR(w_in.fill(stream));
     AB_RETURN_IF_ERROR(fill_factors(device, stream));
@@ -89,10 +98,21 @@ struct Forward {
 
   ab_status run(const Device& device, cudaStream_t stream) const {
     AB_RETURN_IF_ERROR(fill_factors(device, stream));
-    AB_RETURN_IF_ERROR(compute_u(device, stream));
-    AB_RETURN_IF_ERROR(compute_up(up(), device, stream));
+    AB_RETURN_IF_ERROR(compute_up_of_rows(device, stream));
     AB_RETURN_IF_ERROR(compute_z(device, stream));
     return args.y == nullptr ? ok() : compute_rows_product(down(), device, stream);
+  }
+
+  // u and the up GEMM.
+  ab_status compute_up_of_rows(const Device& device, cudaStream_t stream) const {
+    const auto compute = [&](const Up& up) { return compute_up(up, device, stream); };
+    if (arriving && s.rank_in == 0) {
+      const bool splits = pays_to_split(arriving, kHiddenBytes) && !few_rows::supports(up());
+      return compute_when_arrived(up(), arriving, splits, bounds, device, stream, compute);
+    }
+    if (arriving) AB_RETURN_IF_ERROR(arriving.await_all(stream));
+    AB_RETURN_IF_ERROR(compute_u(device, stream));
+    return compute(up());
   }
 
   ab_status fill_factors(const Device& device, cudaStream_t stream) const {
@@ -203,8 +223,9 @@ ab_status ab_cuda_expert_ffn_forward(const ab_expert_ffn_forward_args* args, con
   FfnSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
   AB_RETURN_IF_ERROR(cuda::check_fp8(*args));
-  const cuda::Forward op(*args, s, exec);
+  cuda::Forward op(*args, s, exec);
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));
+  AB_RETURN_IF_ERROR(cuda::ArrivingTokens::find("x", args->arriving, args->arriving_buffer, args->x, &op.arriving));
   cuda::Device device;
   AB_RETURN_IF_ERROR(cuda::find_device_of_experts("expert_ffn_forward", &device));
   const cudaStream_t stream = cuda::stream_of(exec);

@@ -2,12 +2,14 @@
 #include "experts/cuda/grouped_matmul_combine.h"
 
 #include <algorithm>
+#include <mutex>
 
 #include "anabranch/cuda.h"
 #include "core/cuda/launch.h"
 #include "core/entry.h"
 #include "core/tensor.h"
 #include "dispatch/combine.h"
+#include "exchange/chunks.h"
 #include "experts/column_chunks.h"
 #include "experts/cuda/fp8_product.h"
 #include "experts/cuda/lora.h"
@@ -71,7 +73,12 @@ GatherSum sum_of(const ab_grouped_matmul_combine_args& args, const CombinedSizes
   return sum;
 }
 
+// Sums that return have chunks of their own.
 int64_t chunk_of(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s) {
+  if (args.returning != nullptr) {
+    const int64_t ranks = args.returning->shape.ranks;
+    return exchange::return_columns(ranks, s.T / ranks, s.N, dtype_size(args.out->dtype));
+  }
   return combined_columns(s.R, s.E, s.N, s.D, args.backward != 0, is_fp8(args));
 }
 
@@ -85,7 +92,7 @@ size_t buffer_bytes(const ab_grouped_matmul_combine_args& args, const CombinedSi
 // finished. This is safe: each kernel waits for the completion of the previous one before its first memory access.
 ab_status multiply_and_combine(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s, int64_t columns,
                                void* buffer, const Device& device, cudaStream_t stream, const LowRank& adapter,
-                               const Fp8Product<ab_grouped_matmul_combine_args>* fp8) {
+                               const Fp8Product<ab_grouped_matmul_combine_args>* fp8, const ReturningSums* returning) {
   for (int64_t first = 0; first < s.N; first += columns) {
     const int64_t count = std::min(columns, s.N - first);
     RowsProduct rows = gemm_of(args, s, first, count, buffer);
@@ -94,9 +101,15 @@ ab_status multiply_and_combine(const ab_grouped_matmul_combine_args& args, const
     rows.low_rank.b = from(adapter.b, k_major ? first * adapter.rank : first, rows.dtype);
     AB_RETURN_IF_ERROR(fp8 == nullptr ? compute_rows_product(rows, device, stream)
                                       : compute_rows_product(fp8->gemm(rows, first), device, stream));
-    AB_RETURN_IF_ERROR(compute_sum(sum_of(args, s, first, count, buffer), stream));
+    GatherSum sum = sum_of(args, s, first, count, buffer);
+    if (returning != nullptr) {
+      const ab_tensor chunk{returning->sums + returning->chunk(first), sum.out.dtype, 2, {s.T, count}, nullptr};
+      sum.out = Rows(&chunk);
+    }
+    AB_RETURN_IF_ERROR(compute_sum(sum, stream));
+    if (returning != nullptr) AB_RETURN_IF_ERROR(push_chunk(*returning, first, count, stream));
   }
-  return ok();
+  return returning == nullptr ? ok() : end_return(*returning);
 }
 
 }  // namespace anabranch::cuda
@@ -129,8 +142,16 @@ ab_status ab_cuda_grouped_matmul_combine(const ab_grouped_matmul_combine_args* a
   const cudaStream_t stream = cuda::stream_of(exec);
   if (fp8.enabled) AB_RETURN_IF_ERROR(fp8.fill(stream));
   AB_RETURN_IF_ERROR(adapter.compute(cuda::gemm_of(*args, s, 0, s.N, nullptr), device, stream));
-  return cuda::multiply_and_combine(*args, s, cuda::chunk_of(*args, s), buffer, device, stream, adapter.low_rank(),
-                                    fp8.enabled ? &fp8 : nullptr);
+  const auto run = [&](const cuda::ReturningSums* returning) {
+    return cuda::multiply_and_combine(*args, s, cuda::chunk_of(*args, s), buffer, device, stream, adapter.low_rank(),
+                                      fp8.enabled ? &fp8 : nullptr, returning);
+  };
+  if (args->returning == nullptr) return run(nullptr);
+  cuda::ReturningSums returning;
+  AB_RETURN_IF_ERROR(cuda::describe_returning("out", args->returning, args->returning_buffer, *args->out, &returning));
+  std::lock_guard lock(args->returning->calls);
+  AB_RETURN_IF_ERROR(cuda::begin_return(returning, stream));
+  return run(&returning);
 }
 
 }  // extern "C"

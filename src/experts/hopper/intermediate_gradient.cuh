@@ -40,27 +40,30 @@ void prepare_epilogue(const IntermediateGradient& g,
   out->activation = g.activation;
 }
 
-template <class Shape, class Element, class OperandA, GateUpLayout kLayout, Major kMajor>
+template <class Shape, class Element, class OperandA, GateUpLayout kLayout, Major kMajor, class Tiles = RowTiles>
 ab_status launch_intermediate_gradient(const IntermediateGradient& g, int multiprocessors, cudaStream_t stream) {
   const FfnSizes& s = g.s;
   using Weights = IntermediateGradientWeights<kMajor>;
-  Product<Shape, Element, OperandA, LowRankOperand<Weights, Weights>, RowTiles,
-          RowTileScheduler<Shape::kRows, Shape::kColumns, Shape::kBlocks>,
+  Product<Shape, Element, OperandA, OperandOfTiles<Tiles, Weights, Weights>, Tiles,
+          RowTileScheduler<Shape::kRows, Shape::kColumns, Shape::kBlocks, Tiles>,
           IntermediateGradientEpilogue<Element, kLayout, kMajor == Major::k>>
       product;
   AB_RETURN_IF_ERROR(prepare_rows<Shape::kRows>("d_out", g.d_y, g.map, s.D, &product.a));
   AB_RETURN_IF_ERROR(prepare_intermediate_gradient_weights(g, static_cast<Weights*>(&product.b)));
-  AB_RETURN_IF_ERROR(
-      prepare_low_rank<Shape::kRows>(g.low_rank, g.d_y.dtype, s.E, &product.b, [&](int64_t E, Weights* factor) {
-        IntermediateGradient factors = g;
-        factors.w_out = {const_cast<void*>(g.low_rank.b), g.d_y.dtype};
-        factors.s.E = E;
-        factors.s.D = g.low_rank.rank;
-        return prepare_intermediate_gradient_weights(factors, factor);
-      }));
+  if constexpr (std::is_same_v<Tiles, RowTiles>) {
+    AB_RETURN_IF_ERROR(
+        prepare_low_rank<Shape::kRows>(g.low_rank, g.d_y.dtype, s.E, &product.b, [&](int64_t E, Weights* factor) {
+          IntermediateGradient factors = g;
+          factors.w_out = {const_cast<void*>(g.low_rank.b), g.d_y.dtype};
+          factors.s.E = E;
+          factors.s.D = g.low_rank.rank;
+          return prepare_intermediate_gradient_weights(factors, factor);
+        }));
+  }
   prepare_epilogue(g, &product.epilogue);
   product.tiles = {groups_of(g.group_sizes, s.E, s.R), static_cast<int32_t>(s.D),
                    static_cast<int32_t>(ceil_div(s.F, Shape::kColumns)), g.skips_rest};
+  if constexpr (std::is_same_v<Tiles, PartOfRowTiles>) product.tiles.part = g.part;
   const int64_t tiles = max_group_row_tiles(s.R, s.E, Shape::kRows) * product.tiles.column_tiles;
   return launch_product("intermediate gradient", product, tiles, multiprocessors, stream);
 }
@@ -84,6 +87,18 @@ ab_status launch_intermediate_gradient(const IntermediateGradient& g, TileChoice
     return with_operand.template operator()<GatheredRowOperand, Element>();
   };
   return g.h.dtype == AB_BFLOAT16 ? with_element(BFloat16{}) : with_element(Float16{});
+}
+
+template <Major kMajor>
+ab_status launch_part_of_intermediate_gradient(const IntermediateGradient& g, TileChoice tile, int multiprocessors,
+                                               cudaStream_t stream) {
+  constexpr auto kLayout = GateUpLayout::gated;
+  const auto launch = [&]<class Shape>() {
+    return launch_intermediate_gradient<InPairs<Shape>, BFloat16, GatheredRowOperand, kLayout, kMajor, PartOfRowTiles>(
+        g, multiprocessors, stream);
+  };
+  return tile == TileChoice::k128x256 ? launch.template operator()<Tile128x256>()
+                                      : launch.template operator()<Tile128x128>();
 }
 
 }  // namespace anabranch::cuda::hopper

@@ -20,6 +20,13 @@ template <GateUpLayout kLayout, Major kMajorB>
 ab_status launch_intermediate_gradient(const IntermediateGradient& gradient, TileChoice tile, int multiprocessors,
                                        cudaStream_t stream);
 
+// Those of a part of the rows (takes_parts()).
+template <Major kMajorB>
+ab_status launch_part_of_up(const Up& up, TileChoice tile, int multiprocessors, cudaStream_t stream);
+template <Major kMajorB>
+ab_status launch_part_of_intermediate_gradient(const IntermediateGradient& gradient, TileChoice tile,
+                                               int multiprocessors, cudaStream_t stream);
+
 // kMajorB: mn for weights as stored, k for transposed ones.
 template <class Out>
 struct RowsEpilogue;

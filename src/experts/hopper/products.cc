@@ -15,6 +15,12 @@ SegmentBounds bounds_of(const WeightGradient& g) { return bound_segments(g.R, g.
 bool gathers_x(const WeightGradient& g) { return g.gathers_x && g.map.by_slot; }
 bool gathers_d_y(const WeightGradient& g) { return g.gathers_d_y && g.map.by_slot; }
 
+template <class Operation>
+bool takes_parts(const Operation& operation, const Floats& gathered) {
+  return unsupported_reason(operation) == nullptr && gathered.dtype == AB_BFLOAT16 && operation.map.by_slot &&
+         gate_up_layout_of(operation.s) == GateUpLayout::gated && operation.low_rank.rank == 0;
+}
+
 }  // namespace
 
 const char* unsupported_reason(const Up& up) {
@@ -61,6 +67,9 @@ const char* unsupported_reason(const FactorPair& pair) {
   return reason != nullptr ? reason : unsupported_reason(pair.gradient);
 }
 
+bool takes_parts(const Up& up) { return takes_parts(up, up.x); }
+bool takes_parts(const IntermediateGradient& g) { return takes_parts(g, g.d_y); }
+
 TileChoice choose_tile(const Up& up, int multiprocessors) {
   const FfnSizes& s = up.s;
   return choose_fused_tile(s.R, s.E, s.P * s.F, s.D, multiprocessors).choice;
@@ -88,6 +97,9 @@ int64_t num_dot_parts(const IntermediateGradient& g, TileChoice tile) {
 
 ab_status launch_gemm(const Up& up, TileChoice tile, int multiprocessors, cudaStream_t stream) {
   const bool transposed = up.s.layout.in_transposed;
+  if (up.part.bounds != nullptr) {
+    return (transposed ? launch_part_of_up<Major::k> : launch_part_of_up<Major::mn>)(up, tile, multiprocessors, stream);
+  }
   const auto with_layout = [&]<GateUpLayout kLayout>() {
     return (transposed ? launch_up<kLayout, Major::k> : launch_up<kLayout, Major::mn>)(up, tile, multiprocessors,
                                                                                        stream);
@@ -110,6 +122,10 @@ ab_status launch_gemm(const RowsProduct& p, TileChoice tile, int multiprocessors
 
 ab_status launch_gemm(const IntermediateGradient& g, TileChoice tile, int multiprocessors, cudaStream_t stream) {
   const bool as_stored = g.s.layout.out_transposed;
+  if (g.part.bounds != nullptr) {
+    return (as_stored ? launch_part_of_intermediate_gradient<Major::mn>
+                      : launch_part_of_intermediate_gradient<Major::k>)(g, tile, multiprocessors, stream);
+  }
   const auto with_layout = [&]<GateUpLayout kLayout>() {
     return (as_stored ? launch_intermediate_gradient<kLayout, Major::mn>
                       : launch_intermediate_gradient<kLayout, Major::k>)(g, tile, multiprocessors, stream);

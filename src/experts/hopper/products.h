@@ -22,6 +22,11 @@ const char* unsupported_reason(const IntermediateGradient& gradient);
 const char* unsupported_reason(const WeightGradient& gradient);
 const char* unsupported_reason(const FactorPair& pair);
 
+// Whether there is a kernel for a part of the rows (RowPart): with gathered bfloat16 rows of gated experts whose gate
+// and up columns do not alternate, without adapters. These are few, because each is one more kernel to compile.
+bool takes_parts(const Up& up);
+bool takes_parts(const IntermediateGradient& gradient);
+
 // Returns the tile that tile_choice.h selects.
 TileChoice choose_tile(const Up& up, int multiprocessors);
 TileChoice choose_tile(const RowsProduct& product, int multiprocessors);

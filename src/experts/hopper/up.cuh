@@ -54,27 +54,29 @@ ab_status prepare_up_bias(const Up& up, WeightOperand<Major::mn, kScale>* bias) 
   return make_bias_map(up, 0, up.s.P * up.s.F, &bias->map);
 }
 
-template <class Shape, class Element, class OperandA, GateUpLayout kLayout, Major kMajor>
+template <class Shape, class Element, class OperandA, GateUpLayout kLayout, Major kMajor, class Tiles = RowTiles>
 ab_status launch_up(const Up& up, int multiprocessors, cudaStream_t stream) {
   constexpr int kParts = parts_of(kLayout);
   constexpr int kWidth = Shape::kColumns / kParts;  // columns of `a`
   const FfnSizes& s = up.s;
   using Weights = UpWeights<kLayout, kMajor>;
-  Product<Shape, Element, OperandA, LowRankOperand<BiasedOperand<Weights>, Weights>, RowTiles,
-          RowTileScheduler<Shape::kRows, kWidth, Shape::kBlocks>, UpEpilogue<Element, kLayout>>
+  Product<Shape, Element, OperandA, OperandOfTiles<Tiles, BiasedOperand<Weights>, Weights>, Tiles,
+          RowTileScheduler<Shape::kRows, kWidth, Shape::kBlocks, Tiles>, UpEpilogue<Element, kLayout>>
       product;
   AB_RETURN_IF_ERROR(prepare_rows<Shape::kRows>("x", up.x, up.map, s.D, &product.a));
   AB_RETURN_IF_ERROR(prepare_up_weights<Shape>(up, static_cast<Weights*>(&product.b)));
   product.b.bias_blocks = up.b_in.data == nullptr ? 0 : 1;
   if (up.b_in.data != nullptr) AB_RETURN_IF_ERROR(prepare_up_bias(up, &product.b.bias));
-  AB_RETURN_IF_ERROR(
-      prepare_low_rank<Shape::kRows>(up.low_rank, up.x.dtype, s.E, &product.b, [&](int64_t E, Weights* factor) {
-        Up factors = up;
-        factors.w_in = {const_cast<void*>(up.low_rank.b), up.x.dtype};
-        factors.s.E = E;
-        factors.s.D = up.low_rank.rank;
-        return prepare_up_weights<Shape>(factors, factor);
-      }));
+  if constexpr (std::is_same_v<Tiles, RowTiles>) {
+    AB_RETURN_IF_ERROR(
+        prepare_low_rank<Shape::kRows>(up.low_rank, up.x.dtype, s.E, &product.b, [&](int64_t E, Weights* factor) {
+          Up factors = up;
+          factors.w_in = {const_cast<void*>(up.low_rank.b), up.x.dtype};
+          factors.s.E = E;
+          factors.s.D = up.low_rank.rank;
+          return prepare_up_weights<Shape>(factors, factor);
+        }));
+  }
   const auto make_map = [&](const char* name, void* data, int64_t columns, int64_t stride, CUtensorMap* map) {
     return make_row_window_map(name, data, up.x.dtype, columns, kSubtileColumns<Element>, kSubtileRows, map, stride);
   };
@@ -91,6 +93,7 @@ ab_status launch_up(const Up& up, int multiprocessors, cudaStream_t stream) {
   out.writes_h = up.h.data != nullptr;
   product.tiles = {groups_of(up.group_sizes, s.E, s.R), static_cast<int32_t>(s.D),
                    static_cast<int32_t>(ceil_div(s.F, kWidth)), up.skips_rest};
+  if constexpr (std::is_same_v<Tiles, PartOfRowTiles>) product.tiles.part = up.part;
   const int64_t tiles = max_group_row_tiles(s.R, s.E, Shape::kRows) * product.tiles.column_tiles;
   return launch_product("up GEMM", product, tiles, multiprocessors, stream);
 }
@@ -111,6 +114,17 @@ ab_status launch_up(const Up& up, TileChoice tile, int multiprocessors, cudaStre
     return with_operand.template operator()<GatheredRowOperand, Element>();
   };
   return up.x.dtype == AB_BFLOAT16 ? with_element(BFloat16{}) : with_element(Float16{});
+}
+
+template <Major kMajor>
+ab_status launch_part_of_up(const Up& up, TileChoice tile, int multiprocessors, cudaStream_t stream) {
+  constexpr auto kLayout = GateUpLayout::gated;
+  const auto launch = [&]<class Shape>() {
+    return launch_up<InPairs<Shape>, BFloat16, GatheredRowOperand, kLayout, kMajor, PartOfRowTiles>(up, multiprocessors,
+                                                                                                    stream);
+  };
+  return tile == TileChoice::k128x256 ? launch.template operator()<Tile128x256>()
+                                      : launch.template operator()<Tile128x128>();
 }
 
 }  // namespace anabranch::cuda::hopper

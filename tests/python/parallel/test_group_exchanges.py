@@ -17,10 +17,10 @@ class CountedExchange:
     made: typing.ClassVar[list] = []
     refused = ""
 
-    def __init__(self, device, rank, ranks, size):
+    def __init__(self, device, rank, ranks, sizes):
         if self.refused:
             raise MemoryError(self.refused)
-        self.size, self.calls, self.is_open = size, [], True
+        self.sizes, self.calls, self.is_open = tuple(sizes), [], True
         self.made.append(self)
 
     def handle(self):
@@ -29,9 +29,9 @@ class CountedExchange:
     def connect(self, handles):
         assert handles == [b"handle"]
 
-    def run(self, name, stream, part=0, **arrays):
+    def run(self, name, stream, buffer=0, part=0, **arrays):
         assert self.is_open
-        self.calls.append((name, part))
+        self.calls.append((name, buffer, part))
 
     def close(self):
         assert self.is_open
@@ -43,7 +43,9 @@ def exchanges(monkeypatch):
     capturing = []
     monkeypatch.setattr(CountedExchange, "made", [])
     monkeypatch.setattr(peers, "PeerExchange", CountedExchange)
-    monkeypatch.setattr(peers, "_memory_of", lambda exchange: torch.zeros(exchange.size, dtype=torch.uint8))
+    monkeypatch.setattr(
+        peers, "_memory_of", lambda exchange: [torch.zeros(n, dtype=torch.uint8) for n in exchange.sizes]
+    )
     monkeypatch.setattr(peers.private, "current_stream", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: bool(capturing))
@@ -60,48 +62,60 @@ def rows(mib):
 
 def test_an_exchange_is_replaced_by_a_larger_one(exchanges):
     for mib in (1, 9, 8, 9):
-        exchanges.gather("send", rows(mib))
+        exchanges.gather(rows(mib))
     first, second = CountedExchange.made
     assert not first.is_open and second.is_open and len(second.calls) == 3
-    assert 9 * MIB <= second.size <= 9 * MIB * 9 / 8
-    exchanges.gather("other", rows(1))
+    assert len(second.sizes) == 1 and 9 * MIB <= second.sizes[0] <= 9 * MIB * 9 / 8
+    exchanges.start(rows(1), 0)
     assert len(CountedExchange.made) == 3 and second.is_open
+    assert CountedExchange.made[2].sizes == (MIB,) * 3
 
 
 def test_an_exchange_of_a_graph_is_kept(exchanges):
-    with_room = exchanges.gather("send", rows(4), in_place=True)
+    with_room = exchanges.start(rows(4), 0)
     exchanges.capturing.append(True)
-    exchanges.release("send")
-    exchanges.gather("send", rows(4))
+    exchanges.release(0)
+    exchanges.start(rows(4), 0)
     with pytest.raises(RuntimeError, match="transport: got the first call with 8388608 bytes in the capture"):
-        exchanges.gather("send", rows(8))
+        exchanges.start(rows(8), 0)
     exchanges.capturing.clear()
-    exchanges.gather("send", rows(8))
+    exchanges.start(rows(8), 0)
     assert [exchange.is_open for exchange in CountedExchange.made] == [True, True]
     assert with_room.shape == (4, MIB // 4)
     exchanges.close()
     assert not any(exchange.is_open for exchange in CountedExchange.made)
 
 
-def test_a_result_in_place_is_released_once(exchanges):
-    exchanges.gather("send", rows(1), in_place=True, part=1)
-    exchanges.gather("send", rows(1), in_place=True, part=2)
-    exchanges.release("send")
-    exchanges.release("send")
-    exchanges.exchange("send", rows(1))
-    exchanges.release("send")
-    exchanges.release("unknown")
+def test_a_buffer_is_released_once(exchanges):
+    exchanges.release(0, 1, 2)
+    x = rows(1)
+    exchanges.start(x, 0)
+    exchanges.start(x, 1)
+    exchanges.finish(x, 1)
+    exchanges.release(0)
+    exchanges.release(0)
+    exchanges.released(1)
+    exchanges.release(1)
+    exchanges.start(x, 0)
+    exchanges.start(x, 0)  # the pass before has failed
+    exchanges.start_return(x)
+    exchanges.finish_return(x)
+    exchanges.release(0, 2)
     (made,) = CountedExchange.made
-    assert made.calls == [("all_gather", 1), ("all_gather", 2), ("release", 0), ("all_to_all", 0)]
+    gather, release = (lambda buffer, part: ("all_gather", buffer, part)), (lambda buffer: ("release", buffer, 0))
+    assert made.calls == [
+        gather(0, 1), gather(1, 1), gather(1, 2), release(0), gather(0, 1), release(0), gather(0, 1),
+        ("all_to_all", 2, 1), ("all_to_all", 2, 2), release(0), release(2),
+    ]  # fmt: skip
 
 
 def test_a_failure_names_the_rank_and_leaves_nothing_behind(exchanges, monkeypatch):
-    exchanges.gather("send", rows(1))
+    exchanges.gather(rows(1))
     monkeypatch.setattr(CountedExchange, "refused", "no memory")
     with pytest.raises(RuntimeError, match="transport: rank 0: no memory"):
-        exchanges.gather("send", rows(8))
-    assert exchanges.probe("send") == "rank 0: no memory"
+        exchanges.gather(rows(8))
+    assert exchanges.probe() == "rank 0: no memory"
     monkeypatch.setattr(CountedExchange, "refused", "")
-    exchanges.gather("send", rows(1))
+    exchanges.gather(rows(1))
     first, second = CountedExchange.made
-    assert not first.is_open and second.calls == [("all_gather", 0)]
+    assert not first.is_open and second.calls == [("all_gather", 0, 0)]

@@ -115,7 +115,7 @@ def _make(groups: Sequence[Sequence[jax.Device]], name: str, size: int) -> list[
     handles, reasons = [b""] * len(places), [""] * len(places)
     for i, (device, rank, group) in own.items():
         try:
-            made[i] = PeerExchange(device.local_hardware_id, rank, len(group), size)
+            made[i] = PeerExchange(device.local_hardware_id, rank, len(group), (size,))
             handles[i] = made[i].handle()
         except STATUS_ERRORS as error:
             reasons[i] = str(error)

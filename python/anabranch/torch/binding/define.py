@@ -82,8 +82,8 @@ def _prepare(
     return prepared
 
 
-def _python_run(schema: str, allocate: Callable[..., Any], calls: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel of an operation as a Python function."""
+def python_run(schema: str, allocate: Callable[..., Any], calls: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that runs the C calls of an operation; see `define`. The operation need not be registered."""
     name, single = schema.split("(")[0], not schema.endswith(")")
     kinds = kinds_of(schema)
     tensors = [i for i, kind in enumerate(kinds) if kind in "Tt"]
@@ -147,11 +147,11 @@ def define(schema: str, allocate: Callable[..., Any], calls: Callable[..., Call 
     name = schema.split("(")[0]
     _ops.define(schema)
     operation = getattr(torch.ops.anabranch, name).default
-    python_run, native = _python_run(schema, allocate, calls), _native.native
+    in_python, native = python_run(schema, allocate, calls), _native.native
     if native is not None and native.register(schema, allocate, calls):
         run, keys = native_run(operation), [key for key in ("CPU", "CUDA") if key not in native.dispatch_keys]
     else:
-        run, keys = python_run, ["CPU", "CUDA"]
+        run, keys = in_python, ["CPU", "CUDA"]
 
     def fake(*arguments: Any) -> Any:
         # `run` makes its arguments contiguous, so results have the strides of contiguous arguments.
@@ -161,7 +161,7 @@ def define(schema: str, allocate: Callable[..., Any], calls: Callable[..., Call 
         return loop_batch(operation, info, in_dims, arguments)
 
     for key in keys:
-        _ops.impl(name, python_run, key)
+        _ops.impl(name, in_python, key)
     torch.library.register_fake(f"anabranch::{name}", fake, lib=_ops)
     torch.library.register_vmap(f"anabranch::{name}", batched, lib=_ops)
     _ops.impl(name, reject_derivative(operation, run), "Autograd", with_keyset=True)

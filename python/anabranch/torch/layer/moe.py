@@ -34,7 +34,7 @@ from anabranch.torch.ops.balance import load_balance_loss, mean_of_squares
 from anabranch.torch.ops.experts import check_experts, check_network_lora
 from anabranch.torch.ops.quantized import QuantizedExperts, check_current, check_fp8_operands
 from anabranch.torch.ops.router import quantile_operand, router_operands
-from anabranch.torch.parallel.parallel import check_parallel, place, sum_counts
+from anabranch.torch.parallel.parallel import check_parallel, place
 
 if TYPE_CHECKING:  # some builds of torch lack it
     from torch.distributed import ProcessGroup
@@ -298,7 +298,7 @@ def run_layer(
     if parallel is None:
         result = fused_layer(config, operands, are_parameters=are_parameters)
         counts, by_source, histogram = result.tokens_per_expert, result.dropped_by_source, result.qb_histogram
-        zero = result.zero
+        zero, dropped = result.zero, result.dropped
         if by_source is None:
             by_source = result.dropped.view(1)
     else:
@@ -306,9 +306,8 @@ def run_layer(
         E, local = config.num_experts, w_in.shape[0]
         placement = place(parallel, x, T, router.topk, E, local, config.align_size, repeats=repeats)
         result = group_layer(GroupConfig(config, *placement, parallel.fp8_exchange), operands)
-        counts, by_source, histogram = sum_counts(
-            parallel, result.tokens_per_expert, result.dropped, result.qb_histogram
-        )
+        counts, by_source = result.all_tokens_per_expert, result.all_dropped
+        histogram, dropped = result.all_qb_histogram, by_source.sum(dtype=torch.int32)
     aux = z = _zero(x) if zero is None else zero
     if config.aux_loss or config.z_loss:
         number = torch.full_like(aux, tokens.shape[0]) if token_mask is None else token_mask.sum().float()
@@ -330,7 +329,7 @@ def run_layer(
         aux,
         z,
         counts,
-        result.dropped if parallel is None else by_source.sum(dtype=torch.int32),
+        dropped,
         by_source,
         experts,
         weights,

@@ -1,7 +1,7 @@
 """Forward and backward pass of the layer on one rank of a process group.
 
-A rank routes its own tokens. A transport (exchange.py) sends them to their experts and returns the sums. Counts and
-sums returned here are those of this rank; the caller adds them over the ranks. Gradients follow binding/group.py: those
+A rank routes its own tokens. A transport (exchange.py) sends them to their experts and returns the sums. Sums for
+losses are those of this rank; the caller adds them over the ranks. Gradients follow binding/group.py: those
 of this rank's experts are of the mean of the ranks' losses. Those of its tokens and of the replicated gate are this
 rank's part, whose mean over the ranks is that gradient.
 """
@@ -15,6 +15,7 @@ from anabranch.lora import NAMES
 from anabranch.torch.binding.autocast import without_autocast
 from anabranch.torch.binding.autograd import Function
 from anabranch.torch.layer.gate import biased_gate_logits, gate_backward
+from anabranch.torch.layer.group_halves import Halves, halves
 from anabranch.torch.layer.operands import LayerConfig, Operands, requested_cotangents
 from anabranch.torch.ops import torch_ops
 from anabranch.torch.ops.experts import cast_weight
@@ -23,8 +24,8 @@ from anabranch.torch.ops.gradients import FROM_DH, OPERANDS, request
 from anabranch.torch.ops.quantized import backward_operands, forward_operands
 from anabranch.torch.ops.router import logits_gradient, run_route
 from anabranch.torch.parallel.alike import compare_options
-from anabranch.torch.parallel.exchange import Ranks, Route, Sending, Transport, drop_over_capacity
-from anabranch.torch.parallel.message import QuantizedOperand, dequantize, pack, quantize_rows, unpack
+from anabranch.torch.parallel.counts import CountsOnTheWay
+from anabranch.torch.parallel.exchange import Ranks, Route, drop_over_capacity
 from anabranch.torch.parallel.transports import transport
 
 
@@ -44,8 +45,12 @@ class GroupOutput(NamedTuple):
     """[T, D], dtype of x."""
     tokens_per_expert: Tensor
     """int32 [E], before dropping."""
-    dropped: Tensor
-    """int32 []: dropped slots of this rank's tokens."""
+    all_tokens_per_expert: Tensor
+    """As tokens_per_expert, for all ranks; so are the next two."""
+    all_dropped: Tensor
+    """int32 [P]: dropped slots, by source rank."""
+    all_qb_histogram: Tensor
+    """int32 [E, bins]."""
     weights: Tensor
     """float32 [T, K]."""
     experts: Tensor
@@ -54,14 +59,14 @@ class GroupOutput(NamedTuple):
     """float32 [E]."""
     lse: Tensor
     """float32 [T], 0 for a masked token."""
-    qb_histogram: Tensor
-    """int32 [E, bins]."""
     h: Tensor
     """Saved for backward, as are the following."""
     lora_u: Tensor
     """[R, r], of the adapter of w_in; no elements without it."""
     lora_copies: Tensor
     """[n], the copies of factors of another dtype than x, see `factors`; no elements without them."""
+    there: Tensor
+    """See `Passed`."""
     logits: Tensor
     row_of_slot: Tensor
     slot_of_row: Tensor
@@ -77,21 +82,16 @@ def _network(config: GroupConfig, topk: int) -> Any:
     return config.layer.network._replace(topk=topk)
 
 
-def _start(config: GroupConfig, chosen: Transport, tokens: Tensor) -> Sending:
-    """Starts to send tokens [T, D], in FP8 with fp8_exchange."""
-    return chosen.start(pack(quantize_rows(tokens, config.layer.network.fp8_scales)) if config.fp8_exchange else tokens)
-
-
-def _arrived(chosen: Transport, route: Route, sending: Sending, D: int) -> QuantizedOperand:
-    """Tokens that were sent in FP8."""
-    return unpack(chosen.arrived(route, sending), D)
+def _halves(config: GroupConfig, x: Tensor, has_adapter: bool) -> Halves:
+    fp8_scales = config.layer.network.fp8_scales if config.fp8_exchange else None
+    return halves(transport(config.transport, config.ranks), x, fp8_scales, has_adapter)
 
 
 def _forward(config: GroupConfig, operands: Operands) -> GroupOutput:
     x, layer, ranks = operands.x, config.layer, config.ranks
     invalid = compare_options(config, x)
-    chosen = transport(config.transport, ranks)
-    sending = _start(config, chosen, x)
+    passes = _halves(config, x, operands.lora_a_in is not None)
+    sending = passes.start(x)
     no_floats = x.new_empty((0,), dtype=torch.float32)
     no_integers = x.new_empty((0,), dtype=torch.int32)
     if layer.router is None:
@@ -118,37 +118,25 @@ def _forward(config: GroupConfig, operands: Operands) -> GroupOutput:
             requested=layer.requested._replace(tokens_per_expert=True),
         )
     remaining, weights, dropped = drop_over_capacity(ranks, experts, weights)
-    route = chosen.plan(remaining)
-    early = layer.network.weight_early
-    there = chosen.send_weights(route, weights) if early or chosen.weights_there else None
-    arrived: tuple[Any, ...] = (x, None, None)  # x, quantised x and its scales
-    if not config.fp8_exchange:
-        arrived = chosen.arrived(route, sending), None, None
-    else:
-        quantized = _arrived(chosen, route, sending, x.shape[1])
-        arrived = x if operands.lora_a_in is None else dequantize(quantized, x.dtype), *quantized
-    sums, h, u, copies = torch_ops.experts(
-        *arrived,
-        there,
-        route.row_of_slot,
-        route.slot_of_row,
-        route.group_sizes,
+    adding = CountsOnTheWay(ranks, counts, invalid + dropped, histogram)
+    network = (
         cast_weight(layer.network, operands.w_in, x.dtype),
         operands.b_in,
         cast_weight(layer.network, operands.w_out, x.dtype),
         operands.b_out,
         *forward_operands(operands.quantized()),
         *factor_arguments(operands.factors()),
-        *_network(config, chosen.topk),
+        *_network(config, passes.topk),
     )
-    output = chosen.collect(route, chosen.start_return(sums), None if there is not None else weights, x.dtype)
+    passed = passes.experts(x, sending, remaining, weights, network, layer.network.weight_early)
     if layer.router is None:
         weights, experts = no_floats.clone(), no_integers.clone()
     elif operands.gate is None:
         logits = no_floats  # an autograd function must not return an argument
+    *saved, route = passed[1:]
     return GroupOutput(
-        output, counts, invalid + dropped, weights, experts, score_sum, lse, histogram, h, u, copies, logits, *route
-    )  # fmt: skip
+        *(passed.output, counts, *adding.wait(), weights, experts, score_sum, lse, *saved, logits, *route)
+    )
 
 
 class _GroupLayer(Function):
@@ -175,6 +163,7 @@ class _GroupLayer(Function):
             *(result.h, result.logits if operands.logits is None else operands.logits, result.lse),
             *backward_operands(operands.quantized()),
             *(None if operands.lora_a_in is None else result.lora_u, result.lora_copies, *operands.factors()),
+            result.there,
             *(getattr(result, name) for name in Route._fields),
         )
 
@@ -191,41 +180,21 @@ def _backward(ctx, d):
     (
         x, w_in, w_out, b_in, b_out, gate, gate_bias, token_mask, weights, experts, h, logits, lse,
         w_in_q, w_in_scales, w_out_q, w_out_scales, lora_u, lora_copies, lora_a_in, lora_b_in, lora_a_out, lora_b_out,
-        *route,
+        there, *route,
     ) = ctx.saved_tensors  # fmt: skip
     config, route, dtype = ctx.config, Route(*route), x.dtype
-    layer, chosen = config.layer, transport(config.transport, config.ranks)
-    options = _network(config, chosen.topk)
+    layer, passes = config.layer, _halves(config, x, lora_a_in is not None)
     needs = dict(zip(Operands._fields, ctx.needs_input_grad[1:], strict=True))
     d_output = torch.zeros_like(x) if d["output"] is None else d["output"]
-    # Cotangents and weights are sent to the experts, which then have all operands of d_weights. Gradients of the
-    # experts are means over the P ranks: the weights carry the factor 1/P, and the sum of d_x multiplies by P.
-    P, d_rows_sent = config.ranks.ranks, (None, None)
-    sending = _start(config, chosen, d_output)
-    there = chosen.send_weights(route, weights) / P
-    if config.fp8_exchange:
-        d_rows_sent = _arrived(chosen, route, sending, x.shape[1])
-        d_rows = dequantize(d_rows_sent, d_output.dtype)
-    else:
-        d_rows = chosen.arrived(route, sending)
-    sending = _start(config, chosen, x)
-    # Without FP8 and adapters, experts_hidden reads only the shape of the tokens, which then arrive meanwhile.
-    arrives_later = sending.arriving is not None and not config.fp8_exchange and lora_a_in is None
-    if config.fp8_exchange:
-        arrived = dequantize(_arrived(chosen, route, sending, x.shape[1]), dtype)
-    else:
-        arrived = sending.arriving if arrives_later else chosen.arrived(route, sending)
     up, down = (cast_weight(layer.network, w, dtype) for w in (w_in, w_out))
     quantized = w_in_q, w_in_scales, w_out_q, w_out_scales
     factors = factor_arguments((lora_a_in, lora_b_in, lora_a_out, lora_b_out), lora_copies)
+    network = *quantized, *factors, *_network(config, passes.topk)
     # Every rank sends the gradient of x, and of the weights, back to the tokens.
     requested = request({name: needs[name] for name in OPERANDS} | {"x": True, "weights": True})
-    hidden = torch_ops.experts_hidden(
-        d_rows, *d_rows_sent, h, arrived, there, route.slot_of_row, route.group_sizes, up, b_in, down, b_out, lora_u,
-        w_out.dtype, requested, *quantized, *factors, *options,
-    )  # fmt: skip
-    dh, d_w_out, d_b_out, d_there, dh_q, dh_scales, v_in, *d_factors = hidden
-    d_w = chosen.collect_weights(route, d_there)
+    rest = up, b_in, down, b_out, lora_u, w_out.dtype, requested, *network
+    hidden, d_w = passes.hidden(d_output, x, route, weights, there, h, rest)
+    dh, d_w_out, d_b_out, _, dh_q, dh_scales, v_in, *d_factors = hidden
     gradients, addend = {}, None
     if layer.router is None:
         gradients["weights"] = d_w
@@ -244,24 +213,10 @@ def _backward(ctx, d):
             gradients["gate"] = through.gate.to(gate.dtype)
         if needs["gate_bias"]:
             gradients["gate_bias"] = d_logits.sum(0).to(gate_bias.dtype)
-    if arrives_later:
-        arrived = chosen.arrived(route, sending)
-
-    def inputs(wanted):
-        return torch_ops.experts_inputs(
-            dh, dh_q, dh_scales, arrived, None, route.row_of_slot, route.slot_of_row, route.group_sizes, up, b_in, down,
-            v_in, w_in.dtype, dtype, wanted, *quantized, *factors, *options,
-        )  # fmt: skip
-
-    # The sums of d_x return while the weights' gradients are computed.
-    d_arrived, d_w_in, d_b_in = inputs(request({"x": True}) if chosen.overlaps else requested)
-    returning = chosen.start_return(d_arrived)
-    of_weights = request({name: needs[name] for name in FROM_DH - {"x"}})
-    if chosen.overlaps and of_weights:
-        _, d_w_in, d_b_in = inputs(of_weights)
-    factor = weights.new_full((x.shape[0], chosen.returning), P)
     d_x_name, d_x_dtype = ("port", torch.float32) if needs["port"] else ("x", dtype)
-    d_x = chosen.collect(route, returning, factor, d_x_dtype, addend)
+    of_dh = dh, dh_q, dh_scales, v_in, w_in.dtype
+    of_weights = request({name: needs[name] for name in FROM_DH - {"x"}})
+    d_x, d_w_in, d_b_in = passes.inputs(route, d_x_dtype, addend, of_weights, of_dh, (up, b_in, down, *network))
     gradients |= {
         d_x_name: d_x,
         "w_in": d_w_in,

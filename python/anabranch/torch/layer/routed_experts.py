@@ -26,7 +26,7 @@ from anabranch.torch.layer.operands import (
 )
 from anabranch.torch.ops.experts import check_experts, check_network_lora
 from anabranch.torch.ops.quantized import QuantizedExperts, check_current, check_fp8_operands
-from anabranch.torch.parallel.parallel import check_parallel, place, sum_counts
+from anabranch.torch.parallel.parallel import check_parallel, place
 
 if TYPE_CHECKING:  # some builds of torch lack it
     from torch.distributed import ProcessGroup
@@ -144,8 +144,8 @@ def routed_experts(
         parallel, x, tokens.shape[0], K, config.num_experts, w_in.shape[0], config.align_size, repeats=True
     )
     own = group_layer(GroupConfig(config, *placement, parallel.fp8_exchange), operands)
-    counts, by_source, _ = sum_counts(parallel, own.tokens_per_expert, own.dropped, own.qb_histogram)
-    return RoutedExpertsOutput(unflat(own.output, leading), counts, by_source.sum(dtype=torch.int32))
+    dropped = own.all_dropped.sum(dtype=torch.int32)
+    return RoutedExpertsOutput(unflat(own.output, leading), own.all_tokens_per_expert, dropped)
 
 
 def _checked(options: RoutedOptions, ranks: int, tensors: tuple[Any, ...], quantized: Any) -> LayerConfig:

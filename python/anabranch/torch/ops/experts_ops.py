@@ -50,6 +50,9 @@ QUANTIZED = "Tensor? w_in_q, Tensor? w_in_scales, Tensor? w_out_q, Tensor? w_out
 
 #: The factors of adapters and the options of a network.
 _OPTIONS = f"{FACTORS}, {schema_of(Network)}"
+QUANTIZED_NETWORK = f"{QUANTIZED}, {_OPTIONS}"
+#: The weights of the experts and the options of their network.
+NETWORK = f"Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, {QUANTIZED_NETWORK}"
 
 
 class _Options(NamedTuple):
@@ -88,6 +91,16 @@ def _options(arguments):
     number = len(NO_FACTORS)
     *tensors, copies, orders = arguments[:number]
     return _Options(Factors(tensors, orders), copies, Network(*arguments[number:]))
+
+
+def local_experts(w_in, b_in, w_out, b_out, w_in_q, w_in_scales, w_out_q, w_out_scales, *options):
+    """E of the arguments NETWORK."""
+    return sizes_of_w_in(w_in, _options(options).network.w_in_layout)[0]
+
+
+def has_adapters(*arguments):
+    """Whether the last arguments, as in ARGUMENTS_OF_HIDDEN, have factors."""
+    return "lora_a_in" in _options(arguments[11:]).factors or "lora_a_out" in _options(arguments[11:]).factors
 
 
 def _result(tensor, like):
@@ -294,7 +307,7 @@ def experts_calls(
 #: then x only determines the dtype of the results and, with an adapter of w_in, contains the same tokens for it.
 experts = define(
     "experts(Tensor x, Tensor? x_q, Tensor? x_scales, Tensor? weights, Tensor row_of_slot, Tensor slot_of_row, "
-    f"Tensor group_sizes, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, {QUANTIZED}, {_OPTIONS}) -> "
+    f"Tensor group_sizes, {NETWORK}) -> "
     "(Tensor output, Tensor h, Tensor lora_u, Tensor lora_copies)",
     allocate_experts,
     experts_calls,
@@ -365,18 +378,25 @@ def experts_hidden_calls(
     return *quantize_out, hidden
 
 
+#: The last arguments of `experts_hidden`, and its results.
+ARGUMENTS_OF_HIDDEN = (
+    "Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, Tensor? lora_u, ScalarType w_out_dtype, int requested, "
+    f"{QUANTIZED_NETWORK}"
+)
+RESULTS_OF_HIDDEN = (
+    "Tensor dh, Tensor d_w_out, Tensor d_b_out, Tensor d_weights, Tensor dh_q, Tensor dh_scales, Tensor lora_v_in, "
+    f"{', '.join(f'Tensor d_{name}' for name in NAMES)}"
+)
 #: The arguments of `experts_hidden`.
 EXPERTS_HIDDEN = (
-    "(Tensor d_out, Tensor? d_out_q, Tensor? d_out_scales, Tensor h, Tensor x, Tensor weights, "
-    "Tensor slot_of_row, Tensor group_sizes, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, "
-    f"Tensor? lora_u, ScalarType w_out_dtype, int requested, {QUANTIZED}, {_OPTIONS})"
+    "(Tensor d_out, Tensor? d_out_q, Tensor? d_out_scales, Tensor h, Tensor x, Tensor weights, Tensor slot_of_row, "
+    f"Tensor group_sizes, {ARGUMENTS_OF_HIDDEN})"
 )
 #: The first half of the backward pass of `experts`: dh, and the gradients of w_out, b_out, weights and all factors; [0]
 #: for what the requested gradients do not need. For the gradient of x also dh quantised with FP8, and v_in with an
 #: adapter of w_in. d_out may be given quantised in addition.
 experts_hidden = define(
-    f"experts_hidden{EXPERTS_HIDDEN} -> (Tensor dh, Tensor d_w_out, Tensor d_b_out, Tensor d_weights, Tensor dh_q, "
-    f"Tensor dh_scales, Tensor lora_v_in, {', '.join(f'Tensor d_{name}' for name in NAMES)})",
+    f"experts_hidden{EXPERTS_HIDDEN} -> ({RESULTS_OF_HIDDEN})",
     allocate_experts_hidden,
     experts_hidden_calls,
 )
@@ -471,7 +491,7 @@ EXPERTS_INPUTS = (
     "(Tensor dh, Tensor dh_q, Tensor dh_scales, Tensor x, Tensor? addend, Tensor row_of_slot, "
     "Tensor slot_of_row, Tensor group_sizes, "
     "Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? lora_v_in, ScalarType w_in_dtype, "
-    f"ScalarType d_x_dtype, int requested, {QUANTIZED}, {_OPTIONS})"
+    f"ScalarType d_x_dtype, int requested, {QUANTIZED_NETWORK})"
 )
 #: The second half of the backward pass of `experts`: the gradients of x (plus `addend`, in `d_x_dtype`), w_in and b_in;
 #: [0] if not requested.

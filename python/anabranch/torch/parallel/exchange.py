@@ -119,11 +119,26 @@ class Returning(NamedTuple):
     """Where they arrive; None: `Transport.collect` sends them."""
 
 
+class Passed(NamedTuple):
+    """The results of the experts for the tokens of a rank; all but the output are kept for the backward pass."""
+
+    output: Tensor
+    """[T, D]"""
+    h: Tensor
+    lora_u: Tensor
+    lora_copies: Tensor
+    there: Tensor
+    """The weights of arrived tokens, float32 [arrived tokens, topk]; no elements if they were not sent."""
+    route: Route
+
+
 class Transport(abc.ABC):
     """The interface of a transport. A pass sends tokens, computes with those that arrive, and ends with `collect`."""
 
     overlaps = False
     """Whether work between the start and the end of a transfer overlaps with it."""
+    fuses = False
+    """Whether it has operations for whole halves of a pass, see layer/group_halves.py."""
     topk: int
     """Assignments per arrived token."""
     returning: int

@@ -1,7 +1,8 @@
 """The transport "p2p": the ring's exchanges over the memory of peers (include/anabranch/exchange.h), without NCCL.
 
-The experts read arrived tokens where the peers have written them, and `collect` reads the returned sums there. So a
-pass must end with `collect`, which releases this memory. Whatever is computed from arrived tokens comes before.
+The experts read arrived tokens where the peers have written them. Each half of a pass is one operation (p2p_passes.py),
+whose GEMMs overlap with the transfers. With fp8_exchange the steps of `Transport` run one after another, and end with
+`collect`, which releases the memory of the tokens.
 """
 
 from typing import Any
@@ -9,16 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from anabranch.peer_exchange import FINISH, START
 from anabranch.torch.binding import private
 from anabranch.torch.binding.define import _ops
 from anabranch.torch.binding.derivatives import reject_derivative
 from anabranch.torch.ops import torch_ops
+from anabranch.torch.parallel import p2p_passes
 from anabranch.torch.parallel.exchange import Ranks, Returning, Ring, Route, Sending
-from anabranch.torch.parallel.peers import exchanges_of, unavailable_reason
-
-#: The uses of exchanges. A backward pass sends twice before it collects.
-_SENDS, _RETURN, _SMALL = ("send 0", "send 1"), "return", "small"
+from anabranch.torch.parallel.peers import SUMS, TOKENS, exchanges_of, unavailable_reason
 
 
 def _of(group: str) -> Any:
@@ -26,27 +24,24 @@ def _of(group: str) -> Any:
 
 
 def _gather(x: Tensor, ranks: int, group: str) -> Tensor:
-    return _of(group).gather(_SMALL, _matrix(x)).view(ranks * x.shape[0], *x.shape[1:])
+    return _of(group).gather(_matrix(x)).view(ranks * x.shape[0], *x.shape[1:])
 
 
 def _start(x: Tensor, number: int, ranks: int, group: str) -> Tensor:
-    exchanges = _of(group)
-    exchanges.release(_SENDS[number])  # an exception may have ended the last pass before `collect`
-    return exchanges.gather(_SENDS[number], x, in_place=True, part=START)
+    return _of(group).start(x, TOKENS[number])
 
 
 def _finish(x: Tensor, arriving: Tensor, number: int, group: str) -> Tensor:
-    return _of(group).gather(_SENDS[number], x, in_place=True, part=FINISH)
-
-
-def _return(sums: Tensor, group: str) -> Tensor:
-    exchanges = _of(group)
-    exchanges.release(_RETURN)
-    return exchanges.exchange(_RETURN, sums, in_place=True, part=START)
+    _of(group).finish(x, TOKENS[number])
+    return arriving.view(arriving.shape)
 
 
 def _exchange(x: Tensor, group: str) -> Tensor:
-    return _of(group).exchange(_SMALL, _matrix(x)).view(x.shape)
+    return _of(group).exchange(_matrix(x)).view(x.shape)
+
+
+def _return(sums: Tensor, group: str) -> Tensor:
+    return _of(group).start_return(sums)
 
 
 def _collect(
@@ -54,11 +49,10 @@ def _collect(
     dtype: torch.dtype, group: str,
 ) -> Tensor:  # fmt: skip
     exchanges = _of(group)
-    for use in _SENDS:
-        exchanges.release(use)
-    arrived = exchanges.exchange(_RETURN, sums, in_place=True, part=FINISH)
-    out: Tensor = torch_ops.combine(arrived, rows, weights, addend, dtype)
-    exchanges.release(_RETURN)
+    exchanges.release(*TOKENS)
+    exchanges.finish_return(sums)
+    out: Tensor = torch_ops.combine(returning, rows, weights, addend, dtype)
+    exchanges.release(SUMS)
     return out
 
 
@@ -112,10 +106,27 @@ _collect_op = _define(
 )
 
 
+def _define_pass(name: str) -> Any:
+    """Registers an operation of p2p_passes.py: its arguments without the exchanges, then the name of the group."""
+    one = p2p_passes.PASSES[name]
+
+    def kernel(*arguments: Any) -> Any:
+        *given, group = arguments
+        return one.run(_of(group), given)
+
+    def fake(*arguments: Any) -> Any:
+        return one.allocate(*[a.contiguous() if isinstance(a, Tensor) else a for a in arguments[:-1]])
+
+    return _define(f"p2p_{name}({one.arguments}, str group) -> ({one.results})", kernel, fake)
+
+
+experts_op, hidden_op, inputs_op = (_define_pass(name) for name in ("experts", "hidden", "inputs"))
+
+
 class PeerToPeer(Ring):
     """The ring over peer memory, with bitwise the same results."""
 
-    overlaps = True
+    overlaps = fuses = True
 
     def __init__(self, ranks: Ranks):
         super().__init__(ranks)
@@ -172,4 +183,4 @@ def reason_against(ranks: Ranks, device: str) -> str:
     """Why the ranks of a group cannot use this transport; "" if they can. Collective in the first call for a group."""
     if device != "cuda":
         return f"got tensors on {device}, expected GPUs"
-    return unavailable_reason(ranks.group, _SMALL)
+    return unavailable_reason(ranks.group)

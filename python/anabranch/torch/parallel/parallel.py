@@ -2,14 +2,13 @@
 
 from typing import Any, NamedTuple
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from anabranch.exchange_sizes import capacity_of
 from anabranch.precision import check_fp8_exchange
 from anabranch.torch.binding import check
-from anabranch.torch.binding.group import check_group, summed
+from anabranch.torch.binding.group import check_group
 from anabranch.torch.parallel.exchange import Ranks
 from anabranch.torch.parallel.p2p import reason_against
 from anabranch.torch.parallel.transports import TRANSPORTS, choose
@@ -123,14 +122,3 @@ def place(
         raise ValueError(f"transport: got 'p2p', expected another one here: {reason}")
     ranks.check(name, check.exceeds_int32)
     return ranks, name
-
-
-def sum_counts(parallel: Parallel, counts: Tensor, dropped: Tensor, histogram: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Sums over all ranks with one int32 all-reduce: (counts, dropped assignments by source rank [P], histogram)."""
-    by_source = dropped.new_zeros(parallel.ranks)
-    by_source[parallel.rank] = dropped
-    own = counts, by_source, histogram
-    packed = summed(torch.cat([values.reshape(-1) for values in own]), parallel.group)
-    parts = packed.split([values.numel() for values in own])
-    counts, by_source, histogram = (part.clone().view_as(own_part) for part, own_part in zip(parts, own, strict=True))
-    return counts, by_source, histogram

@@ -1,20 +1,21 @@
 """Exchanges of a process group whose ranks are GPUs of one host.
 
-A group has an exchange for each use, made when it is first needed and replaced by a larger one when a call needs more.
-Both are collective: all ranks of a group make the same calls. A rank that makes another call gets an error, by the
-words that the library compares on the device.
+An exchange is made when it is first needed and replaced by a larger one when a call needs more. Both are collective:
+all ranks of a group make the same calls. A rank that makes another call gets an error, by the words that the library
+compares on the device.
 """
 
 import dataclasses
 import weakref
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from anabranch._library import STATUS_ERRORS
-from anabranch.peer_exchange import FINISH, MAX_RANKS, WHOLE, PeerExchange
+from anabranch.peer_exchange import FINISH, MAX_RANKS, START, PeerExchange
 from anabranch.torch.binding import private
 from anabranch.torch.binding.calls import array_of
 
@@ -35,19 +36,24 @@ class _Memory:
         self.__cuda_array_interface__ = {"shape": (size,), "typestr": "|u1", "data": (address, False), "version": 3}
 
 
-def _memory_of(exchange: PeerExchange) -> Tensor:
-    """The buffer of an exchange, uint8 [size]."""
-    memory = _Memory(exchange.address(), exchange.size)
-    return torch.as_tensor(memory, device=torch.device("cuda", exchange.device))
+def _memory_of(exchange: PeerExchange) -> list[Tensor]:
+    """The buffers of an exchange, each uint8 [size]."""
+    device = torch.device("cuda", exchange.device)
+    memories = [_Memory(exchange.address(buffer), size) for buffer, size in enumerate(exchange.sizes)]
+    return [torch.as_tensor(memory, device=device) for memory in memories]
+
+
+#: The buffers of the exchange for tokens, all of one size. A backward pass sends twice before it collects.
+TOKENS, SUMS = (0, 1), 2
 
 
 @dataclasses.dataclass
 class _Use:
     exchange: PeerExchange
-    memory: Tensor
-    """uint8: the buffer of this rank."""
-    is_held: bool = False
-    """Whether the buffer contains a result that has not been released."""
+    memory: list[Tensor]
+    """The buffers of this rank."""
+    held: set[int] = dataclasses.field(default_factory=set)
+    """The buffers with a result that has not been released."""
     is_captured: bool = False
     """Whether a CUDA graph may contain calls on it. It is then kept until its group ends."""
     stream: Any = None
@@ -55,7 +61,9 @@ class _Use:
 
 
 class GroupExchanges:
-    """The exchanges of a process group on this rank's device, by use."""
+    """The exchanges of a process group on this rank's device: one for tokens and their sums, one for small tensors."""
+
+    _BUFFERS: ClassVar = {"tokens": 3, "small": 1}
 
     def __init__(self, group: Any, device: int):
         self.ranks, self.rank, self.device = dist.get_world_size(group), dist.get_rank(group), device
@@ -63,73 +71,109 @@ class GroupExchanges:
         self._uses: dict[str, _Use] = {}
         self._kept: list[_Use] = []
 
-    # Results of the following are copies, or with in_place the memory of the buffer, until `release`. A call in parts
-    # has to be in place.
+    def gather(self, x: Tensor) -> Tensor:
+        """All-gathers a small x [n, m] to [P n, m]."""
+        return self._copy("all_gather", x, (self.ranks * x.shape[0], x.shape[1]))
 
-    def gather(self, use: str, x: Tensor, *, in_place: bool = False, part: int = WHOLE) -> Tensor:
-        """All-gathers x [n, m] to [P n, m]."""
-        shape = (self.ranks * x.shape[0], x.shape[1])
-        return self._run("all_gather", use, x, shape, in_place, part)
+    def exchange(self, x: Tensor) -> Tensor:
+        """All-to-all of P regions in a small x [P n, m]: region d of rank s becomes region s of rank d."""
+        return self._copy("all_to_all", x, (*x.shape,))
 
-    def exchange(self, use: str, x: Tensor, *, in_place: bool = False, part: int = WHOLE) -> Tensor:
-        """All-to-all of P regions in x [P n, m]: region d of rank s becomes region s of rank d."""
-        return self._run("all_to_all", use, x, (*x.shape,), in_place, part)
-
-    def release(self, use: str) -> None:
-        """Allows the other ranks to overwrite the result of a call in place; nothing if there is none."""
-        known = self._uses.get(use)
-        if known is not None and known.is_held:
-            known.exchange.run("release", private.current_stream(self.device))
-            known.is_held = False
-
-    def _run(self, name: str, use: str, x: Tensor, shape: tuple[int, int], in_place: bool, part: int) -> Tensor:
-        size = shape[0] * shape[1] * x.dtype.itemsize
-        known = self._uses[use] if part == FINISH else self._ready(use, size)
-        out = known.memory[:size].view(x.dtype).view(shape) if in_place else x.new_empty(shape)
-        arrays = {"x": array_of(x), "out": None if in_place else array_of(out)}
-        known.exchange.run(name, private.current_stream(self.device), part, **arrays)
-        known.is_held = in_place
+    def _copy(self, name: str, x: Tensor, shape: tuple[int, int]) -> Tensor:
+        out = x.new_empty(shape)
+        known = self.ready("small", out.nbytes)
+        known.exchange.run(name, private.current_stream(self.device), x=array_of(x), out=array_of(out))
         return out
 
-    def _ready(self, use: str, size: int) -> _Use:
-        """A use with a buffer of at least `size` bytes, ordered after its last call."""
+    def start(self, x: Tensor, buffer: int) -> Tensor:
+        """Starts an all-gather of tokens x [T, D]; returns the memory [P T, D] that they arrive in, until `release`.
+
+        A call of the library, or `finish`, has to wait for them.
+        """
+        size = self.ranks * x.nbytes
+        self.release(buffer)  # an exception may have ended the last pass
+        known = self.ready("tokens", size)
+        stream = private.current_stream(self.device)
+        known.exchange.run("all_gather", stream, buffer, START, x=array_of(x), out=None)
+        known.held.add(buffer)
+        return known.memory[buffer][:size].view(x.dtype).view(self.ranks * x.shape[0], x.shape[1])
+
+    def finish(self, x: Tensor, buffer: int) -> None:
+        """Waits on the stream for the tokens of all ranks."""
+        stream = private.current_stream(self.device)
+        self._uses["tokens"].exchange.run("all_gather", stream, buffer, FINISH, x=array_of(x), out=None)
+
+    def start_return(self, sums: Tensor) -> Tensor:
+        """Starts an all-to-all of sums [P T, D]; returns the memory that they arrive in, until `release`."""
+        self.release(SUMS)
+        known = self.ready("tokens", sums.nbytes)
+        stream = private.current_stream(self.device)
+        known.exchange.run("all_to_all", stream, SUMS, START, x=array_of(sums), out=None)
+        known.held.add(SUMS)
+        return known.memory[SUMS][: sums.nbytes].view(sums.dtype).view(sums.shape)
+
+    def finish_return(self, sums: Tensor) -> None:
+        """Waits on the stream for the sums of all ranks."""
+        stream = private.current_stream(self.device)
+        self._uses["tokens"].exchange.run("all_to_all", stream, SUMS, FINISH, x=array_of(sums), out=None)
+
+    def release(self, *buffers: int) -> None:
+        """Allows the other ranks to overwrite buffers for tokens; nothing where there is no result."""
+        known = self._uses.get("tokens")
+        if known is None:
+            return
+        for buffer in known.held.intersection(buffers):
+            known.exchange.run("release", private.current_stream(self.device), buffer)
+            known.held.discard(buffer)
+
+    def pointers(self, small_bytes: int) -> tuple[int, int]:
+        """The addresses of the exchanges for tokens, with calls in progress, and for small tensors of this size."""
+        small = self.ready("small", small_bytes).exchange if small_bytes > 0 else self._uses["small"].exchange
+        return self._uses["tokens"].exchange.pointer.value or 0, small.pointer.value or 0
+
+    def released(self, *buffers: int) -> None:
+        """Notes that a call of the library has released buffers."""
+        self._uses["tokens"].held.difference_update(buffers)
+
+    def ready(self, use: str, size: int) -> _Use:
+        """An exchange with buffers of at least `size` bytes, ordered after its last call."""
         known = self._uses.get(use)
         capturing = torch.cuda.is_current_stream_capturing()
-        if known is None or known.exchange.size < size:
+        if known is None or known.exchange.sizes[0] < size:
             if capturing:
                 raise RuntimeError(
                     f"transport: got the first call with {size} bytes in the capture of a CUDA graph, expected an "
                     "earlier one: it makes the exchange, together with the other ranks"
                 )
             self._uses.pop(use, None)  # a failure leaves no closed exchange behind
-            known = self._uses[use] = self._replaced(known, size)
+            known = self._uses[use] = self._replaced(known, use, size)
         stream = torch.cuda.current_stream(self.device)
         if known.stream is not None and known.stream != stream and not capturing:
             stream.wait_stream(known.stream)
         known.is_captured, known.stream = known.is_captured or capturing, stream
         return known
 
-    def _replaced(self, known: _Use | None, size: int) -> _Use:
+    def _replaced(self, known: _Use | None, use: str, size: int) -> _Use:
         if known is not None and known.is_captured:
             self._kept.append(known)
         elif known is not None:
             known.exchange.close()
-        made, reason = self._make(_rounded(size))
+        made, reason = self._make([_rounded(size)] * self._BUFFERS[use])
         if made is None:
             raise RuntimeError(f"transport: {reason}")
         return made
 
-    def probe(self, use: str) -> str:
-        """Makes the first exchange; returns the reason if a rank cannot have it, else ""."""
-        made, reason = self._make(_FIRST_BYTES)
+    def probe(self) -> str:
+        """Makes the exchange for small tensors; returns the reason if a rank cannot have it, else ""."""
+        made, reason = self._make([_FIRST_BYTES])
         if made is not None:
-            self._uses[use] = made
+            self._uses["small"] = made
         return reason
 
-    def _make(self, size: int) -> tuple[_Use | None, str]:
+    def _make(self, sizes: Sequence[int]) -> tuple[_Use | None, str]:
         exchange, handle, reason = None, b"", ""
         try:
-            exchange = PeerExchange(self.device, self.rank, self.ranks, size)
+            exchange = PeerExchange(self.device, self.rank, self.ranks, sizes)
             handle = exchange.handle()
         except STATUS_ERRORS as error:
             reason = str(error)
@@ -183,10 +227,10 @@ def exchanges_of(group: Any) -> GroupExchanges:
 
 
 @torch.compiler.assume_constant_result
-def unavailable_reason(group: str, use: str) -> str:
+def unavailable_reason(group: str) -> str:
     """Why the ranks of the group with this name cannot reach each other's memory; "" if they can.
 
-    Collective in the first call for a group, in which it makes the exchange of a use.
+    Collective in the first call for a group.
     """
     process_group = private.resolve_group(group)
     reason = _reasons.get(process_group)
@@ -195,6 +239,6 @@ def unavailable_reason(group: str, use: str) -> str:
         if ranks > MAX_RANKS:
             reason = f"got {ranks} ranks, expected at most {MAX_RANKS}"
         else:
-            reason = exchanges_of(process_group).probe(use)
+            reason = exchanges_of(process_group).probe()
         _reasons[process_group] = reason
     return reason

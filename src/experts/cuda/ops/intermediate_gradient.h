@@ -8,6 +8,7 @@
 #include "experts/check.h"
 #include "experts/cuda/ops/low_rank.h"
 #include "experts/cuda/ops/row_map.h"
+#include "experts/cuda/ops/row_part.h"
 #include "experts/precision.h"
 
 namespace anabranch::cuda {
@@ -32,6 +33,7 @@ struct IntermediateGradient {
   Floats weighted_a;        // [R, F], or none
   float* dots = nullptr;    // [dot_parts(), R]: partial sums of <da', a>; or nullptr
   LowRank low_rank;         // of W_out^T
+  RowPart part;             // hopper::takes_parts()
 };
 
 }  // namespace anabranch::cuda

@@ -6,6 +6,7 @@
 #include "experts/check.h"
 #include "experts/cuda/ops/low_rank.h"
 #include "experts/cuda/ops/row_map.h"
+#include "experts/cuda/ops/row_part.h"
 #include "experts/precision.h"
 
 namespace anabranch::cuda {
@@ -26,6 +27,7 @@ struct Up {
   Floats h;                 // [R, P, F], or none if not requested
   Floats a;                 // [R, F]
   LowRank low_rank;         // of W_in
+  RowPart part;             // hopper::takes_parts()
 };
 
 }  // namespace anabranch::cuda

@@ -1,0 +1,207 @@
+"""The halves of the layer's passes over the memory of peers, each as C calls that one operation runs.
+
+Tokens are sent before (`GroupExchanges.start`). The GEMMs that read them wait for them, and begin with those that
+arrive first. Partial sums return in chunks of columns while the next chunk is computed.
+"""
+
+import ctypes
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from anabranch.peer_exchange import FINISH
+from anabranch.torch.binding import calls
+from anabranch.torch.binding.calls import Call
+from anabranch.torch.binding.define import python_run
+from anabranch.torch.ops.experts_ops import (
+    ARGUMENTS_OF_HIDDEN,
+    NETWORK,
+    QUANTIZED_NETWORK,
+    RESULTS_OF_HIDDEN,
+    allocate_experts,
+    allocate_experts_hidden,
+    allocate_experts_inputs,
+    experts_calls,
+    experts_hidden_calls,
+    experts_inputs_calls,
+    has_adapters,
+    local_experts,
+)
+from anabranch.torch.ops.gradients import request, requested_names
+from anabranch.torch.parallel.peers import SUMS, TOKENS, GroupExchanges
+
+
+class _Exchanges(NamedTuple):
+    """The exchanges of a group, for options of C calls."""
+
+    tokens: Any
+    small: Any
+
+    def finish(self, tokens: Any, buffer: int) -> Call:
+        """Waits for tokens that a started all-gather sends to a buffer."""
+        return calls.exchange_all_gather({"x": tokens}, exchange=self.tokens, buffer=buffer, part=FINISH)
+
+    def release(self, buffer: int) -> Call:
+        """Allows the peers to overwrite a buffer for tokens."""
+        return calls.exchange_release({}, exchange=self.tokens, buffer=buffer)
+
+    def arriving(self, call: Call, buffer: int) -> Call:
+        """The call on tokens that are arriving in a buffer."""
+        return call._replace(options={**call.options, "arriving": self.tokens, "arriving_buffer": buffer})
+
+    def returning(self, call: Call) -> Call:
+        """The call, whose sums return to their ranks."""
+        return call._replace(options={**call.options, "returning": self.tokens, "returning_buffer": SUMS})
+
+    def total(self, sums: Any, out: Any, factor: float = 1.0, addend: Any = None) -> Call:
+        """Adds up returned sums."""
+        tensors = {"sums": sums, "addend": addend, "out": out}
+        return calls.exchange_sum(tensors, exchange=self.tokens, buffer=SUMS, factor=factor)
+
+
+class Pass:
+    """An operation on a rank of a group.
+
+    Args:
+      name, arguments, results: as in its schema, without the group.
+      allocate: allocates the results, given the arguments.
+      c_calls: returns the C calls, given the exchanges, results and arguments.
+      small_bytes: given the arguments, the size of what the rank receives by the exchange for small tensors.
+      released: the buffers for tokens that the calls release.
+    """
+
+    def __init__(
+        self, name: str, arguments: str, results: str, allocate: Callable[..., Any],
+        c_calls: Callable[..., Sequence[Call]], small_bytes: Callable[..., int], released: tuple[int, ...],
+    ):  # fmt: skip
+        self.arguments, self.results, self.allocate = arguments, results, allocate
+        self._small_bytes, self._released = small_bytes, released
+        self._run = python_run(
+            f"{name}(int tokens, int small, {arguments}) -> ({results})",
+            lambda tokens, small, *given: allocate(*given),
+            lambda found, tokens, small, *given: c_calls(
+                _Exchanges(ctypes.c_void_p(tokens), ctypes.c_void_p(small)), found, *given
+            ),
+        )
+
+    def run(self, exchanges: GroupExchanges, given: Sequence[Any]) -> tuple[Tensor, ...]:
+        """Runs the calls on a rank, whose tokens are arriving in the buffers of `exchanges`."""
+        results: tuple[Tensor, ...] = self._run(*exchanges.pointers(self._small_bytes(*given)), *given)
+        exchanges.released(*self._released)
+        return results
+
+
+def _allocate_experts(tokens, x, experts, weights, rows, ranks, rank, align_size, *network):
+    arrived = experts.shape[0] * ranks, experts.shape[1]
+    maps = experts.new_empty(arrived), experts.new_empty((rows,)), experts.new_empty((local_experts(*network),))
+    _, h, u, copies = allocate_experts(x, None, None, None, *maps, *network)
+    return tokens.new_empty(tokens.shape), h, u, copies, weights.new_empty(arrived), *maps
+
+
+def _experts_calls(exchanges, results, tokens, x, experts, weights, rows, ranks, rank, align_size, *network):
+    out, h, u, copies, there, row_of_slot, slot_of_row, group_sizes = results
+    all_experts, sums, local = experts.new_empty(row_of_slot.shape), x.new_empty(x.shape), local_experts(*network)
+    gathers = [
+        calls.exchange_all_gather({"x": own, "out": of_all}, exchange=exchanges.small)
+        for own, of_all in ((experts, all_experts), (weights, there))
+    ]
+    maps = {"group_sizes": group_sizes, "row_of_slot": row_of_slot, "slot_of_row": slot_of_row}
+    plan = calls.plan(
+        {"experts": all_experts, **maps}, num_experts=local, align_size=align_size, is_part=1, first_expert=local * rank
+    )
+    *before, up, down = experts_calls(
+        (sums, h, u, copies), x, None, None, there, row_of_slot, slot_of_row, group_sizes, *network
+    )
+    return [
+        *gathers, plan, *before, exchanges.arriving(up, TOKENS[0]), exchanges.release(TOKENS[0]),
+        exchanges.returning(down), exchanges.total(sums, out),
+    ]  # fmt: skip
+
+
+def _allocate_hidden(tokens, d_out, h, x, there, slot_of_row, group_sizes, *rest):
+    found = allocate_experts_hidden(d_out, None, None, h, x, there, slot_of_row, group_sizes, *rest)
+    return *found, there.new_empty(there.shape)
+
+
+def _hidden_calls(exchanges, results, tokens, d_out, h, x, there, slot_of_row, group_sizes, *rest):
+    *found, received = results
+    d_there = found[3]
+    *before, hidden = experts_hidden_calls(found, d_out, None, None, h, x, there, slot_of_row, group_sizes, *rest)
+    if has_adapters(*rest):  # their gradients read x
+        before.insert(0, exchanges.finish(tokens, TOKENS[1]))
+    return [
+        *before, exchanges.arriving(hidden, TOKENS[0]), exchanges.release(TOKENS[0]),
+        calls.exchange_all_to_all({"x": d_there, "out": received}, exchange=exchanges.small),
+    ]  # fmt: skip
+
+
+def _allocate_inputs(tokens, x, addend, row_of_slot, slot_of_row, group_sizes, d_x_dtype, factor, *rest):
+    _, *of_weights = _local_gradients(allocate_experts_inputs, x, row_of_slot, slot_of_row, group_sizes, *rest)
+    return tokens.new_empty(tokens.shape, dtype=d_x_dtype), *of_weights
+
+
+def _inputs_calls(
+    exchanges, results, tokens, x, addend, row_of_slot, slot_of_row, group_sizes, d_x_dtype, factor, *rest
+):
+    d_x, *of_weights = results
+    sums = x.new_empty(x.shape)
+    found = _local_gradients(
+        lambda *given: experts_inputs_calls((sums, *of_weights), *given),
+        x, row_of_slot, slot_of_row, group_sizes, *rest,
+    )  # fmt: skip
+    combined = next(i for i, call in enumerate(found) if call.operation is calls.grouped_matmul_combine)
+    found[combined] = exchanges.returning(found[combined])
+    return [
+        exchanges.finish(tokens, TOKENS[1]), *found, exchanges.release(TOKENS[1]),
+        exchanges.total(sums, d_x, factor, addend),
+    ]  # fmt: skip
+
+
+def _local_gradients(function, x, row_of_slot, slot_of_row, group_sizes, *rest):
+    """Calls a function of `experts_inputs` for this rank's sums of the gradient of x, without an addend."""
+    dh, dh_q, dh_scales, v_in, w_in_dtype, requested, w_in, b_in, w_out, *others = rest
+    return function(
+        dh, dh_q, dh_scales, x, None, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, v_in, w_in_dtype,
+        x.dtype, request(dict.fromkeys({"x", *requested_names(requested)}, True)), *others,
+    )  # fmt: skip
+
+
+#: tokens: x of this rank, [T, D]; x: where the tokens of all ranks arrive, [P T, D]. there: the weights of arrived
+#: tokens, float32 [P T, K]. received: d_weights from all ranks, float32 [P T, K], 0 where another rank has the expert.
+#: The other results are those of `experts`, `experts_hidden` and `experts_inputs`; d_x = factor times the sum over the
+#: ranks, plus addend.
+PASSES = {
+    "experts": Pass(
+        "experts",
+        "Tensor tokens, Tensor x, Tensor experts, Tensor weights, SymInt rows, int ranks, int rank, int align_size, "
+        f"{NETWORK}",
+        "Tensor output, Tensor h, Tensor lora_u, Tensor lora_copies, Tensor there, Tensor row_of_slot, "
+        "Tensor slot_of_row, Tensor group_sizes",
+        _allocate_experts,
+        _experts_calls,
+        lambda tokens, x, experts, weights, rows, ranks, *others: ranks * weights.nbytes,
+        TOKENS[:1],
+    ),
+    "hidden": Pass(
+        "hidden",
+        "Tensor tokens, Tensor d_out, Tensor h, Tensor x, Tensor there, Tensor slot_of_row, Tensor group_sizes, "
+        f"{ARGUMENTS_OF_HIDDEN}",
+        f"{RESULTS_OF_HIDDEN}, Tensor received",
+        _allocate_hidden,
+        _hidden_calls,
+        lambda tokens, d_out, h, x, there, *others: there.nbytes,
+        TOKENS[:1],
+    ),
+    "inputs": Pass(
+        "inputs",
+        "Tensor tokens, Tensor x, Tensor? addend, Tensor row_of_slot, Tensor slot_of_row, Tensor group_sizes, "
+        "ScalarType d_x_dtype, float factor, Tensor dh, Tensor dh_q, Tensor dh_scales, Tensor? lora_v_in, "
+        f"ScalarType w_in_dtype, int requested, Tensor w_in, Tensor? b_in, Tensor w_out, {QUANTIZED_NETWORK}",
+        "Tensor d_x, Tensor d_w_in, Tensor d_b_in",
+        _allocate_inputs,
+        _inputs_calls,
+        lambda *arguments: 0,
+        TOKENS[1:],
+    ),
+}

@@ -42,10 +42,8 @@ def check_replay(
       forced_experts: checked, or None. It is a replay without weights and mask.
       shape: (..., K).
     """
-    if replay is None:
-        return None if forced_experts is None else Replay(forced_experts)
-    if forced_experts is not None:
-        raise ValueError("replay: got one together with forced_experts, expected one of them")
+    if forced_experts is not None or replay is None:
+        return one_replay(replay, forced_experts)
     if not isinstance(replay, Replay):
         raise TypeError(f"replay: got {checks.describe(replay)}, expected a Replay")
     return Replay(
@@ -53,6 +51,20 @@ def check_replay(
         optional("replay.weights", replay.weights, dtypes[:1], shape),
         optional("replay.mask", replay.mask, dtypes[1:], shape[:-1]),
     )
+
+
+def one_replay(replay: Any, forced_experts: Any) -> Any:
+    """The argument replay, or the replay that forced_experts is; None if neither is given."""
+    if forced_experts is None:
+        return replay
+    if replay is not None:
+        raise ValueError("replay: got one together with forced_experts, expected one of them")
+    return Replay(forced_experts)
+
+
+def fields_of(replay: Any) -> tuple[Any, ...]:
+    """The fields of a Replay; () for None, and for a value that the checks reject."""
+    return tuple(replay) if isinstance(replay, Replay) else ()
 
 
 #: The names of the fields as operands of the layer.

@@ -10,9 +10,7 @@ from anabranch.options import RouterOptions
 _SELECTION_ONLY = Requested(tokens_per_expert=False, score_sum=False, lse=False)
 
 
-def route_tokens(
-    options: RouterOptions, logits: jax.Array, operands: Operands, requested: Requested
-) -> RouterOutputs:
+def route_tokens(options: RouterOptions, logits: jax.Array, operands: Operands, requested: Requested) -> RouterOutputs:
     """The experts and weights of logits [T, E]: replayed ones for replayed tokens, the router's for the others.
 
     With a mask the router runs twice. The first call selects experts for the tokens that are not replayed. The second

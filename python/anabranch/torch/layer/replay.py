@@ -46,9 +46,7 @@ def route_tokens(options: RouterOptions, logits: Tensor, operands: Operands, req
             )
         )
         experts = torch.where(replayed[:, None], o.replay_experts, first.experts)
-        second = run_route(
-            options.without_selection(), logits, None, o.token_mask, experts, None, requested=requested
-        )
+        second = run_route(options.without_selection(), logits, None, o.token_mask, experts, None, requested=requested)
         routing = TokenRouting(*second)._replace(qb_histogram=first.qb_histogram)
     if o.replay_weights is None:
         return routing

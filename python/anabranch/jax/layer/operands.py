@@ -1,7 +1,6 @@
 """The named operands and results of the layer's rules, on one device, on shards and on a mesh."""
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax

@@ -23,6 +23,7 @@ def route_tokens(options: RouterOptions, logits: jax.Array, operands: Operands, 
             options, logits, o.expert_bias, o.token_mask, o.replay_experts, o.qb_bin_bounds, requested
         )
     else:
+        assert o.replay_experts is not None
         routed = ~replayed if o.token_mask is None else o.token_mask & ~replayed
         first = route_forward(options, logits, o.expert_bias, routed, None, o.qb_bin_bounds, _SELECTION_ONLY)
         experts = jnp.where(replayed[:, None], o.replay_experts, first.experts)

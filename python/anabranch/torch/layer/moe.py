@@ -14,7 +14,7 @@ from torch import Tensor
 from anabranch.lora import Lora
 from anabranch.options import LAYER_NAMES, LayerKeywords, LayerOptions, RouterOptions, check_names, takes_options
 from anabranch.precision import FP8, precision_number
-from anabranch.replay import Replay, check_replay, fields_of
+from anabranch.replay import Replay, check_replay, fields_of, one_replay
 from anabranch.torch.binding import check, private
 from anabranch.torch.binding.autocast import as_autocast, match_autocast
 from anabranch.torch.binding.group import check_group, sum_over_ranks, with_mean_gradients
@@ -157,8 +157,8 @@ def moe(
       token_mask: bool [...]; False marks padding, which gets zero output and gradient and is not counted.
       forced_experts: int [..., K]; a given selection; -1: no expert. See `route` for logits of -inf. The same as
         `Replay(forced_experts)`, but with expert_bias or groups it is an error.
-      replay: a recorded routing, such as `routing` of a result; see `Replay`. expert_bias, groups and quantile balancing
-        apply to tokens that are not replayed. If all are replayed (no mask), there is no histogram.
+      replay: a recorded routing, such as `routing` of a result; see `Replay`. expert_bias, groups and quantile
+        balancing apply to tokens that are not replayed. If all are replayed (no mask), there is no histogram.
       qb_bin_bounds, qb_bins: quantile balancing, see `route`. Pass `qb_histogram` of the result to `quantile_bias`.
       quantized: with precision "fp8", the result of `quantize_experts` for w_in and w_out, used in their place. None:
         they are quantised in the forward pass and again in the backward pass. Gradients are those of w_in and w_out.
@@ -283,7 +283,8 @@ def run_layer(
       others: as in `moe`.
     """
     (
-        x, w_in, w_out, b_in, b_out, gate, gate_bias, expert_bias, token_mask, forced_experts, replay, logits, port, lora,
+        x, w_in, w_out, b_in, b_out, gate, gate_bias, expert_bias, token_mask, forced_experts, replay, logits, port,
+        lora,
     ) = tensors  # fmt: skip
     parallel = check_parallel(group, transport, capacity_factor, fp8_exchange, precision_number(options.precision))
     ranks = 1 if parallel is None else parallel.ranks
@@ -310,20 +311,15 @@ def run_layer(
     bounds = quantile_operand(router, x, expert_bias, qb_bin_bounds)
     if bounds is not None:
         check.same_device("x", x, qb_bin_bounds=bounds)
-    if forced_experts is not None:
-        replay = Replay(forced_experts)
-    if replay is None:
-        replayed: tuple[Tensor | None, ...] = (None, None, None)
-    else:
-        replayed = flat(check.as_indices(replay.experts)), flat(replay.weights), flat(replay.mask, 0)
-        if replay.mask is None:  # the router selects nothing
-            expert_bias = bounds = None
+    replay = one_replay(replay, forced_experts)
+    if replay is not None and replay.mask is None:  # the router selects nothing
+        expert_bias = bounds = None
     if group is not None:
         gate, gate_bias = with_mean_gradients(group, gate, gate_bias)
         lora = with_shared_gradients(group, lora, w_in.shape[0])
     operands = Operands(
-        tokens, w_in, w_out, b_in, b_out, gate, gate_bias, None, expert_bias, flat(token_mask, 0), *replayed, None,
-        bounds, flat(logits), flat(port), *(() if lora is None else lora),
+        tokens, w_in, w_out, b_in, b_out, gate, gate_bias, None, expert_bias, flat(token_mask, 0),
+        *_flat_replay(replay), None, bounds, flat(logits), flat(port), *(() if lora is None else lora),
     )  # fmt: skip
     if quantized is not None and config.network.precision == FP8:
         operands = operands._replace(**quantized_fields(quantized))
@@ -346,14 +342,7 @@ def run_layer(
     aux = z = _zero(x) if zero is None else zero
     if config.aux_loss or config.z_loss:
         number = torch.full_like(aux, tokens.shape[0]) if token_mask is None else token_mask.sum().float()
-        squares = aux
-        if config.z_loss:
-            assert result.lse is not None
-            squares = result.lse.square().sum()  # lse is 0 for a masked token
-        scores = aux.new_empty((0,)) if result.score_sum is None else result.score_sum
-        sums: Sequence[Tensor] = (scores, result.tokens_per_expert, squares, number)
-        if (losses_over := group if loss_group is None else loss_group) is not None:
-            sums = sum_over_ranks(losses_over, *sums)
+        sums = _sums(config, result, number, group if loss_group is None else loss_group)
         aux, z = _losses(router.topk, coefficients, *sums)
     output, weights, experts = result.output, result.weights, result.experts
     if len(leading) != 1:
@@ -370,6 +359,13 @@ def run_layer(
         weights,
         histogram if config.router is not None and config.router.qb_bins else None,
     )
+
+
+def _flat_replay(replay: Replay | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The fields of Operands for a checked replay."""
+    if replay is None:
+        return None, None, None
+    return flat(check.as_indices(replay.experts)), flat(replay.weights), flat(replay.mask, 0)
 
 
 def _checked(options: LayerOptions, ranks: int, tensors: LayerTensors, quantized: Any, loss_group: Any) -> _Checked:
@@ -404,6 +400,17 @@ _check_cache = check.CheckCache()
 
 def _zero(like: Tensor) -> Tensor:
     return torch.zeros((), dtype=torch.float32, device=like.device)
+
+
+def _sums(config: LayerConfig, result: LayerOutput | GroupOutput, number: Tensor, group: Any) -> Sequence[Tensor]:
+    """The arguments of `_losses` for a result of `number` tokens, summed over the ranks of a group, if it is given."""
+    squares = number
+    if config.z_loss:
+        assert result.lse is not None
+        squares = result.lse.square().sum()  # lse is 0 for a masked token
+    scores = number.new_empty((0,)) if result.score_sum is None else result.score_sum
+    sums = (scores, result.tokens_per_expert, squares, number)
+    return sums if group is None else sum_over_ranks(group, *sums)
 
 
 def _losses(

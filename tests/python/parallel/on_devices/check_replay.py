@@ -23,9 +23,7 @@ def test_tokens_in_any_sharding(axis_type, of_record):
         return put(mesh, array, *(("b", "a"),) if name in TOKENS else ())
 
     with around(mesh):
-        check_layer(
-            operands(T, E, K, D, F), put=place, replay=record(T, E, K, **of_record), token_mask=mask, **OPTIONS
-        )
+        check_layer(operands(T, E, K, D, F), put=place, replay=record(T, E, K, **of_record), token_mask=mask, **OPTIONS)
 
 
 @pytest.mark.parametrize("transport", ["ring", "all_to_all", "ragged"])

@@ -10,7 +10,7 @@ import inspect
 import textwrap
 import typing
 from collections.abc import Callable, Collection, Iterable
-from typing import Any, NamedTuple, TypedDict, TypeVar
+from typing import Any, NamedTuple, Self, TypedDict, TypeVar
 
 from anabranch import checks
 from anabranch._text import shown
@@ -437,6 +437,10 @@ class LayerOptions(RoutedOptions):
             checks.number("aux_loss_coeff", self.aux_loss_coeff),
             checks.number("z_loss_coeff", self.z_loss_coeff),
         )
+
+    def without_selection(self) -> Self:
+        """These options without groups and quantile balancing, which have no effect if the selection is given."""
+        return dataclasses.replace(self, num_groups=None, group_topk=None, group_score_topk=None, qb_bins=None)
 
 
 # ---------------------------------------------------------------- signatures and docstrings

@@ -42,8 +42,10 @@ def check_replay(
       forced_experts: checked, or None. It is a replay without weights and mask.
       shape: (..., K).
     """
-    if forced_experts is not None or replay is None:
-        return one_replay(replay, forced_experts)
+    if replay is None:
+        return None if forced_experts is None else Replay(forced_experts)
+    if forced_experts is not None:
+        raise ValueError("replay: got one together with forced_experts, expected one of them")
     if not isinstance(replay, Replay):
         raise TypeError(f"replay: got {checks.describe(replay)}, expected a Replay")
     return Replay(
@@ -51,15 +53,6 @@ def check_replay(
         optional("replay.weights", replay.weights, dtypes[:1], shape),
         optional("replay.mask", replay.mask, dtypes[1:], shape[:-1]),
     )
-
-
-def one_replay(replay: Any, forced_experts: Any) -> Any:
-    """The argument replay, or the replay that forced_experts is; None if neither is given."""
-    if forced_experts is None:
-        return replay
-    if replay is not None:
-        raise ValueError("replay: got one together with forced_experts, expected one of them")
-    return Replay(forced_experts)
 
 
 def fields_of(replay: Any) -> tuple[Any, ...]:

@@ -4,7 +4,6 @@
 """
 
 import math
-from dataclasses import replace
 from typing import Any, NamedTuple, Unpack
 
 import jax
@@ -119,8 +118,8 @@ def moe(
       token_mask: bool [...]; False marks padding, which has zero output and gradients and is not counted.
       forced_experts: int [..., K]; gives the selection. -1: no expert. See `route` for -inf. The same as
         `Replay(forced_experts)`, but with expert_bias or groups it is an error.
-      replay: a recorded routing, such as `routing` of a result; see `Replay`. expert_bias, groups and quantile
-        balancing apply to tokens that are not replayed. If all are replayed (no mask), there is no histogram.
+      replay: a recorded routing, such as `routing` of a result; see `Replay`. expert_bias and groups
+        select for tokens that are not replayed. `qb_histogram` counts replayed tokens too.
       qb_bin_bounds, qb_bins: quantile balancing, see `route`; pass the result's `qb_histogram` to `quantile_bias`.
       parallel: a `Parallel`, which spreads the layer over a mesh. None: every device has all experts, x may be sharded
         over its leading dimensions in any way, and the rows of a sharded x are not padded.
@@ -194,20 +193,17 @@ def run_layer(
     expert_bias, token_mask, forced_experts = router_operands(
         router, E, tuple(leading), given["expert_bias"], given["token_mask"], given["forced_experts"]
     )
-    bounds = quantile_operand(router, expert_bias, given["qb_bin_bounds"])
     shape = (*leading, router.topk)
     replay = check_replay(
         check.indices, check.optional_array, ("float32", "bool"), given["replay"], forced_experts, shape
     )
-    if replay is not None and replay.mask is None:  # the router selects nothing
-        config, expert_bias, bounds = replace(config, router=router.without_selection()), None, None
     operands = Operands(
         x=x,
         gate=gate,
         gate_bias=check.optional_array("gate_bias", given["gate_bias"], check.FLOATS, (("E", E),)),
         expert_bias=expert_bias,
         token_mask=token_mask,
-        qb_bin_bounds=bounds,
+        qb_bin_bounds=quantile_operand(router, expert_bias, given["qb_bin_bounds"]),
         **replay_fields(replay),
         **experts_by_name,
         **quantized_by_name,

@@ -7,34 +7,30 @@ from anabranch.jax.layer.operands import Operands
 from anabranch.jax.ops.router import Requested, RouterOutputs, route_forward
 from anabranch.options import RouterOptions
 
-_SELECTION_ONLY = Requested(tokens_per_expert=False, score_sum=False, lse=False)
-
 
 def route_tokens(options: RouterOptions, logits: jax.Array, operands: Operands, requested: Requested) -> RouterOutputs:
     """The experts and weights of logits [T, E]: replayed ones for replayed tokens, the router's for the others.
 
-    With a mask the router runs twice. The first call selects experts for the tokens that are not replayed. The second
-    call gets the selection of all tokens and computes weights and statistics for it. The histogram of quantile
-    balancing comes from the first call, so it counts only tokens that the router selects experts for.
+    With recorded weights, a mask, or options of the selection, the router runs twice. The first call is that of a layer
+    without replay, so its statistics have the same bits. The second call gets the selection of all tokens and computes
+    their weights and counts.
     """
     o, replayed = operands, operands.replay_mask
-    if replayed is None:
-        routing = route_forward(
-            options, logits, o.expert_bias, o.token_mask, o.replay_experts, o.qb_bin_bounds, requested
-        )
-    else:
-        assert o.replay_experts is not None
-        routed = ~replayed if o.token_mask is None else o.token_mask & ~replayed
-        first = route_forward(options, logits, o.expert_bias, routed, None, o.qb_bin_bounds, _SELECTION_ONLY)
-        experts = jnp.where(replayed[:, None], o.replay_experts, first.experts)
-        routing = route_forward(options.without_selection(), logits, None, o.token_mask, experts, None, requested)
-        routing = routing._replace(qb_histogram=first.qb_histogram)
-    if o.replay_weights is None:
-        return routing
-    weights = jnp.where(routing.experts >= 0, o.replay_weights, 0)
-    if replayed is not None:
-        weights = jnp.where(replayed[:, None], weights, routing.weights)
-    return routing._replace(weights=weights)
+    arrays = (o.expert_bias, o.token_mask, o.replay_experts, o.qb_bin_bounds)
+    has_record = o.replay_weights is not None or replayed is not None
+    if o.replay_experts is None or not (has_record or o.expert_bias is not None or options.num_groups):
+        return route_forward(options, logits, *arrays, requested)
+    own = route_forward(
+        options, logits, o.expert_bias, o.token_mask, None, o.qb_bin_bounds, requested._replace(tokens_per_expert=False)
+    )
+    experts = o.replay_experts if replayed is None else jnp.where(replayed[:, None], o.replay_experts, own.experts)
+    counts_only = Requested(requested.tokens_per_expert, score_sum=False, lse=False)
+    merged = route_forward(options.without_selection(), logits, None, o.token_mask, experts, None, counts_only)
+    weights = merged.weights
+    if o.replay_weights is not None:
+        recorded = jnp.where(merged.experts >= 0, o.replay_weights, 0)
+        weights = recorded if replayed is None else jnp.where(replayed[:, None], recorded, weights)
+    return own._replace(weights=weights, experts=merged.experts, tokens_per_expert=merged.tokens_per_expert)
 
 
 def experts_weighed_by_router(operands: Operands, experts: jax.Array) -> jax.Array:

@@ -21,7 +21,7 @@ from anabranch.torch.binding.eager import is_plain_eager, needs_graph
 from anabranch.torch.layer import native_passes
 from anabranch.torch.layer.gate import biased_gate_logits, gate_backward
 from anabranch.torch.layer.operands import LayerConfig, LayerOutput, Operands, requested_cotangents, view_parameters
-from anabranch.torch.layer.replay import route_tokens
+from anabranch.torch.layer.replay import needs_two_calls, route_tokens
 from anabranch.torch.ops import torch_ops
 from anabranch.torch.ops.experts import cast_weight
 from anabranch.torch.ops.factors import factor_arguments
@@ -40,9 +40,9 @@ def _forward(config: LayerConfig, operands: Operands) -> tuple[Tensor, ...]:
     logits = o.logits if o.gate is None else biased_gate_logits(x, o.gate, o.gate_bias)
     # An autograd function must not return an argument, so given logits are not returned.
     returned = x.new_empty((0,), dtype=torch.float32) if logits is None or o.logits is not None else logits
-    if o.replay_weights is None and o.replay_mask is None:
+    if config.router is None or not needs_two_calls(config.router, o.replay(), o.expert_bias):
         return *_layer(config, o, logits), returned
-    assert logits is not None and config.router is not None
+    assert logits is not None
     weights, experts, _, *statistics, weighed = route_tokens(config.router, logits, o, config.requested)
     results = _layer(config, o._replace(weights=weights, experts=experts), None)
     results = (*results[:3], weights, experts, *statistics, *results[8:], returned)

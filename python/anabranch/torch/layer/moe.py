@@ -14,7 +14,7 @@ from torch import Tensor
 from anabranch.lora import Lora
 from anabranch.options import LAYER_NAMES, LayerKeywords, LayerOptions, RouterOptions, check_names, takes_options
 from anabranch.precision import FP8, precision_number
-from anabranch.replay import Replay, check_replay, fields_of, one_replay
+from anabranch.replay import Replay, check_replay, fields_of
 from anabranch.torch.binding import check, private
 from anabranch.torch.binding.autocast import as_autocast, match_autocast
 from anabranch.torch.binding.group import check_group, sum_over_ranks, with_mean_gradients
@@ -31,6 +31,7 @@ from anabranch.torch.layer.operands import (
     view_parameters,
     with_shared_gradients,
 )
+from anabranch.torch.layer.replay import needs_two_calls
 from anabranch.torch.ops.balance import load_balance_loss, mean_of_squares
 from anabranch.torch.ops.experts import check_experts, check_network_lora
 from anabranch.torch.ops.quantized import QuantizedExperts, check_current, check_fp8_operands
@@ -97,20 +98,14 @@ def checked_config(
     parts: int,
     loss_group: Any = None,
     lora: Lora | None = None,
-    replay: Replay | None = None,
 ) -> LayerConfig:
-    """Checks the options of a layer; also used by the constructor of `MoE`. parts: P of w_in. lora, replay: checked."""
+    """Checks the options of a layer; also used by the constructor of `MoE`. parts: P of w_in. lora: checked factors."""
     router = options.router(num_experts)
-    if replay is not None and replay.mask is None:  # the router selects nothing
-        router = router.without_selection()
     coefficients = options.loss_coefficients()
     if check_group("loss_group", loss_group) is not None and not any(coefficients):
         raise ValueError("loss_group: got one without losses, expected aux_loss_coeff or z_loss_coeff, or None")
     experts = options.experts(parts, router.topk, lora)
-    config = layer_config(router, experts, num_experts, options.checked_align_size(), *map(bool, coefficients))
-    if replay is None or (replay.weights is None and replay.mask is None):
-        return config
-    return config._replace(number=-1)  # native operations have no recorded weights and no mask
+    return layer_config(router, experts, num_experts, options.checked_align_size(), *map(bool, coefficients))
 
 
 @takes_options(LayerKeywords)
@@ -157,8 +152,8 @@ def moe(
       token_mask: bool [...]; False marks padding, which gets zero output and gradient and is not counted.
       forced_experts: int [..., K]; a given selection; -1: no expert. See `route` for logits of -inf. The same as
         `Replay(forced_experts)`, but with expert_bias or groups it is an error.
-      replay: a recorded routing, such as `routing` of a result; see `Replay`. expert_bias, groups and quantile
-        balancing apply to tokens that are not replayed. If all are replayed (no mask), there is no histogram.
+      replay: a recorded routing, such as `routing` of a result; see `Replay`. expert_bias and groups
+        select for tokens that are not replayed. `qb_histogram` counts replayed tokens too.
       qb_bin_bounds, qb_bins: quantile balancing, see `route`. Pass `qb_histogram` of the result to `quantile_bias`.
       quantized: with precision "fp8", the result of `quantize_experts` for w_in and w_out, used in their place. None:
         they are quantised in the forward pass and again in the backward pass. Gradients are those of w_in and w_out.
@@ -257,7 +252,6 @@ class _Checked(NamedTuple):
 
     config: LayerConfig
     router: RouterOptions
-    """As the caller gave them. A replay of all tokens needs none of the options of the selection."""
     coefficients: tuple[float, float]
 
 
@@ -311,9 +305,8 @@ def run_layer(
     bounds = quantile_operand(router, x, expert_bias, qb_bin_bounds)
     if bounds is not None:
         check.same_device("x", x, qb_bin_bounds=bounds)
-    replay = one_replay(replay, forced_experts)
-    if replay is not None and replay.mask is None:  # the router selects nothing
-        expert_bias = bounds = None
+    if forced_experts is not None:
+        replay = Replay(forced_experts)
     if group is not None:
         gate, gate_bias = with_mean_gradients(group, gate, gate_bias)
         lora = with_shared_gradients(group, lora, w_in.shape[0])
@@ -357,7 +350,7 @@ def run_layer(
         by_source,
         experts,
         weights,
-        histogram if config.router is not None and config.router.qb_bins else None,
+        histogram if router.qb_bins else None,
     )
 
 
@@ -385,7 +378,9 @@ def _checked(options: LayerOptions, ranks: int, tensors: LayerTensors, quantized
     _, _, forced = router_operands(router, E, tuple(leading), t.expert_bias, t.token_mask, t.forced_experts)
     dtypes, shape = (torch.float32, torch.bool), (*leading, router.topk)
     replay = check_replay(check.indices, check.optional_tensor, dtypes, t.replay, forced, shape)
-    config = checked_config(options, E, parts, loss_group, check_network_lora(t.lora, t.x, sizes), replay)
+    config = checked_config(options, E, parts, loss_group, check_network_lora(t.lora, t.x, sizes))
+    if replay is not None and needs_two_calls(router, replay, t.expert_bias):
+        config = config._replace(number=-1)  # native operations call the router once
     check_fp8_operands(config.network.precision, layouts, "x", t.x, t.w_in, quantized)
     check.optional_tensor("gate_bias", t.gate_bias, check.FLOATS, (("E", E),))
     names = ("gate", "gate_bias", "expert_bias", "token_mask", "forced_experts")

@@ -136,6 +136,10 @@ class Operands(NamedTuple):
         """
         return as_quantized_experts(self[-len(QuantizedExperts._fields) :])
 
+    def replay(self) -> tuple[Tensor | None, ...]:
+        """The fields of a Replay."""
+        return self.replay_experts, self.replay_weights, self.replay_mask
+
     def factors(self) -> tuple[Tensor | None, ...]:
         """The fields of a Lora."""
         return self.lora_a_in, self.lora_b_in, self.lora_a_out, self.lora_b_out

@@ -7,9 +7,9 @@ from anabranch import checks
 
 
 class Replay(NamedTuple):
-    """A recorded routing. Its tokens get the recorded experts; the router selects the experts of all other tokens.
+    """A recorded routing. Replayed tokens get the recorded experts; the router selects those of all other tokens.
 
-    A replayed token counts, and enters the losses, with its recorded experts. A masked token of the layer stays masked.
+    Counts and losses are of the selection that is used. A token that the layer's token_mask masks is not replayed.
     Source: semantics, section 14.
 
     Attributes:

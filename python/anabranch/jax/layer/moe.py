@@ -118,8 +118,8 @@ def moe(
       token_mask: bool [...]; False marks padding, which has zero output and gradients and is not counted.
       forced_experts: int [..., K]; gives the selection. -1: no expert. See `route` for -inf. The same as
         `Replay(forced_experts)`, but with expert_bias or groups it is an error.
-      replay: a recorded routing, such as `routing` of a result; see `Replay`. expert_bias and groups
-        select for tokens that are not replayed. `qb_histogram` counts replayed tokens too.
+      replay: a recorded routing, such as `routing` of a result; see `Replay`. expert_bias and groups select for tokens
+        that are not replayed. `qb_histogram` counts replayed tokens too.
       qb_bin_bounds, qb_bins: quantile balancing, see `route`; pass the result's `qb_histogram` to `quantile_bias`.
       parallel: a `Parallel`, which spreads the layer over a mesh. None: every device has all experts, x may be sharded
         over its leading dimensions in any way, and the rows of a sharded x are not padded.

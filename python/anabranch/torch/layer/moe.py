@@ -93,11 +93,7 @@ def unflat(tensor: Tensor, leading: Sequence[int]) -> Tensor:
 
 
 def checked_config(
-    options: LayerOptions,
-    num_experts: int,
-    parts: int,
-    loss_group: Any = None,
-    lora: Lora | None = None,
+    options: LayerOptions, num_experts: int, parts: int, loss_group: Any = None, lora: Lora | None = None
 ) -> LayerConfig:
     """Checks the options of a layer; also used by the constructor of `MoE`. parts: P of w_in. lora: checked factors."""
     router = options.router(num_experts)
@@ -152,8 +148,8 @@ def moe(
       token_mask: bool [...]; False marks padding, which gets zero output and gradient and is not counted.
       forced_experts: int [..., K]; a given selection; -1: no expert. See `route` for logits of -inf. The same as
         `Replay(forced_experts)`, but with expert_bias or groups it is an error.
-      replay: a recorded routing, such as `routing` of a result; see `Replay`. expert_bias and groups
-        select for tokens that are not replayed. `qb_histogram` counts replayed tokens too.
+      replay: a recorded routing, such as `routing` of a result; see `Replay`. expert_bias and groups select for tokens
+        that are not replayed. `qb_histogram` counts replayed tokens too.
       qb_bin_bounds, qb_bins: quantile balancing, see `route`. Pass `qb_histogram` of the result to `quantile_bias`.
       quantized: with precision "fp8", the result of `quantize_experts` for w_in and w_out, used in their place. None:
         they are quantised in the forward pass and again in the backward pass. Gradients are those of w_in and w_out.

@@ -119,6 +119,16 @@ class RouterOptions:
             self.group_score_topk,
         )
 
+    def without_selection(self) -> "RouterOptions":
+        """These options without groups and quantile balancing, which have no effect if the selection is given."""
+        return RouterOptions(
+            self.topk,
+            self.score_function,
+            self.normalize,
+            scaling_factor=self.scaling_factor,
+            sequence_stats=self.sequence_stats,
+        )
+
     @property
     def reads_lse(self) -> bool:
         """Whether the backward pass reads lse even if lse has no cotangent."""

@@ -5,7 +5,7 @@ import torch
 
 import in_torch
 from anabranch.lora import NAMES
-from anabranch.torch import moe, route, routed_experts
+from anabranch.torch import Replay, moe, route, routed_experts
 from anabranch.torch.layer.gate import gate_logits
 from lora_cases import takes_factors
 
@@ -16,6 +16,8 @@ _POSITIONAL = ("x", "experts", "weights", "w_in", "w_out")
 def _options(options):
     """The options of a case, with arrays converted to tensors."""
     given = {name: in_torch.tensor(np.asarray(options[name])) for name in _TENSORS if options.get(name) is not None}
+    if options.get("replay") is not None:
+        given["replay"] = Replay(*map(in_torch.tensor, options["replay"]))
     return {name: value for name, value in options.items() if name not in _TENSORS} | given
 
 

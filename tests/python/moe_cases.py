@@ -6,11 +6,13 @@ import ml_dtypes
 import numpy as np
 
 import frameworks
+import replay_cases
 from anabranch.activation import Activation, as_activation
 from anabranch.jax import moe, route
 from anabranch.layouts import IN_LAYOUTS, OURS, OUT_LAYOUTS, Layouts
 from anabranch.lora import NAMES
 from anabranch.reference import moe as reference
+from anabranch.reference import replay as reference_replay
 from anabranch.reference.router import route as reference_route
 from lora_cases import as_lora, oracle_options, with_factors
 from oracle import assert_close, assert_close_per_expert
@@ -80,7 +82,13 @@ def _logits(x, gate, bias):
 
 
 def selected(arrays, options):
-    """The experts that route() selects from the layer's own logits."""
+    """The experts that route() selects from the layer's own logits, with those of a replay."""
+    replay = options.get("replay")
+    if replay is not None:
+        others = selected(arrays, {name: value for name, value in options.items() if name != "replay"})
+        experts = np.where(replay_cases.replayed(replay), replay.experts, others)
+        mask = options.get("token_mask")
+        return experts if mask is None else np.where(mask[:, None], experts, -1)
     bias = arrays.get("gate_bias")
     logits = _logits(arrays["x"], arrays["gate"], np.float32(0) if bias is None else bias.astype(np.float32))
     chosen = {name: options[name] for name in ROUTING if name in options}
@@ -105,6 +113,8 @@ def gate_terms(arrays, options, gradients):
         x = np.where(np.asarray(options["token_mask"])[:, None], x, 0.0)
     logits = x @ arrays["gate"] + (0 if arrays.get("gate_bias") is None else arrays["gate_bias"])
     experts = options.get("experts", options.get("forced_experts"))
+    if (replay := options.get("replay")) is not None and replay.weights is not None:  # they have no gradient
+        experts = np.where(replay_cases.replayed(replay), -1, experts)
     names = [name for name in ROUTING if name in options and name != "forced_experts"]
     routing = reference_route(logits, options["topk"], experts=experts, **{name: options[name] for name in names})
     weights, sizes = np.abs(routing.weights), np.abs(gradients["weights"])
@@ -160,7 +170,9 @@ def run_layer(arrays, *, seed=1, put=None, **options):
 
     placed = ("expert_bias", "token_mask", "forced_experts")
     given = {name: put(name, value) for name, value in options.items() if name in placed and value is not None}
-    settings = {name: value for name, value in options.items() if name not in placed}
+    settings = {name: value for name, value in options.items() if name not in (*placed, "replay")}
+    if options.get("replay") is not None:
+        given["replay"] = jax.tree.map(lambda array: put("replay", array), options["replay"])
 
     def layer(present, given):
         rest = {name: present[name] for name in ("gate_bias", "b_in", "b_out") if name in present}
@@ -205,6 +217,8 @@ def expected_layer(arrays, cotangents, *, kept=None, **options):
     }
     if options.get("forced_experts") is not None:
         settings.pop("experts")
+    if options.get("replay") is not None:
+        settings["replay"] = reference_replay.Replay(*options["replay"])
     kept_as = saved_dtype(options.get("activation", "silu"), str(arrays["x"].dtype))
     gradients = reference.moe_backward(*main, *cotangents, **settings, saved_dtype=kept_as)
     gradients = with_factors(gradients)

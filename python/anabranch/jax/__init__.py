@@ -41,6 +41,7 @@ from anabranch.jax.te.router import (
     fused_topk_with_score_function,
 )
 from anabranch.lora import Lora
+from anabranch.replay import Replay
 
 __all__ = [
     "Activation",
@@ -50,6 +51,7 @@ __all__ = [
     "Plan",
     "PureJaxPermState",
     "QuantizedExperts",
+    "Replay",
     "RoutedExpertsOutput",
     "Routing",
     "RoutingMapFormat",

@@ -9,6 +9,7 @@ from .balance import load_balance_loss, load_balance_loss_backward, z_loss, z_lo
 from .dispatch import combine, dispatch, dispatch_backward, plan
 from .experts import activate, activate_backward, expert_ffn, expert_ffn_backward
 from .lora import Lora
+from .replay import Replay
 from .router import Routing, route, route_backward
 from .scores import as_float64
 
@@ -41,7 +42,7 @@ class RoutedExpertsOutput(NamedTuple):
 class MoEOptions:
     """The options of `moe` and `moe_backward`.
 
-    topk to forced_experts, and experts: as in `router.route`, with x's leading dimensions where they are per token.
+    topk to replay, and experts: as in `router.route`, with x's leading dimensions where they are per token.
     gate_bias: [E], added to the logits.
     activation to kept, fp8_scales, sent_dtype, lora, lora_scale, lora_dtype: as in `routed_experts`.
     aux_loss_coeff, z_loss_coeff: coefficients of the losses in `balance`; a loss with coefficient 0 is 0.
@@ -65,6 +66,7 @@ class MoEOptions:
     z_loss_coeff: float = 0.0
     token_mask: np.ndarray | None = None
     forced_experts: np.ndarray | None = None
+    replay: Replay | None = None
     align_size: int = 0
     experts: np.ndarray | None = None
     kept: np.ndarray | None = None
@@ -92,6 +94,7 @@ class MoEOptions:
             "scaling_factor": self.scaling_factor,
             "token_mask": per_token(self.token_mask),
             "forced_experts": per_token(self.forced_experts, self.topk),
+            "replay": None if self.replay is None else self.replay.flat(),
             "experts": per_token(self.experts, self.topk),
         }
 

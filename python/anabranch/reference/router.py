@@ -50,18 +50,21 @@ class Routing(NamedTuple):
     lse: np.ndarray
 
 
-def _selected_experts(z, topk, forced_experts, experts, token_mask, selection):
-    """Experts int64[..., K]: forced, given or selected; indices out of range become -1."""
+def _selected_experts(z, topk, forced_experts, replay, experts, token_mask, selection):
+    """Experts int64[..., K]: forced, given, replayed or selected; indices out of range become -1."""
     if forced_experts is not None:
         grouping = (selection[name] for name in ("num_groups", "group_topk", "group_score_topk"))
         grouped = groups_in_use(*grouping) is not None
-        given = {"expert_bias": selection["expert_bias"] is not None, "groups": grouped}
+        given = {"expert_bias": selection["expert_bias"] is not None, "groups": grouped, "replay": replay is not None}
         clash = [name for name, there in (given | {"experts": experts is not None}).items() if there]
         if clash:
             raise ValueError(f"forced_experts: got it together with {', '.join(clash)}, expected it alone")
         experts = forced_experts
     if experts is None:
-        return select(z, topk, token_mask=token_mask, **selection).astype(np.int64)
+        experts = select(z, topk, token_mask=token_mask, **selection).astype(np.int64)
+        if replay is None:
+            return experts
+        experts = np.where(replay.replayed(), replay.experts, experts)
     experts = np.asarray(experts)
     if experts.dtype.kind not in "iu":
         raise TypeError(f"experts: got dtype {experts.dtype}, expected an integer dtype")
@@ -141,6 +144,7 @@ def route(
     scaling_factor=1.0,
     token_mask=None,
     forced_experts=None,
+    replay=None,
     experts=None,
     sequences=None,
 ):
@@ -151,6 +155,7 @@ def route(
       topk: K.
       score_function, normalize, expert_bias [E], num_groups, group_topk, group_score_topk,
         scaling_factor, token_mask bool[...], forced_experts int[..., K]: section 1.
+      replay: a `Replay`, section 14.
       experts: int[..., K], a selection that was already made, for example by a backend. Unlike `forced_experts` it may
         be combined with every option; options that only affect selection then have no effect.
       sequences: B. The tokens are B equal contiguous sequences; tokens_per_expert and score_sum are [B, E].
@@ -167,8 +172,10 @@ def route(
         "group_score_topk": group_score_topk,
     }
     real = _valid_tokens(z.shape[:-1], token_mask)
-    chosen = _selected_experts(z, topk, forced_experts, experts, token_mask, selection)
+    chosen = _selected_experts(z, topk, forced_experts, replay, experts, token_mask, selection)
     weights = _unscaled_weights(z, chosen, score_function, normalize) * scaling_factor
+    if replay is not None and replay.weights is not None:
+        weights = np.where(replay.replayed(), as_float64(replay.weights, "replay.weights"), weights)
     weights = np.where(chosen >= 0, weights, 0.0)
     auxiliary = aux_scores(z, score_function, token_mask)
     num_experts = z.shape[-1]
@@ -198,6 +205,7 @@ def route_backward(
     scaling_factor=1.0,
     token_mask=None,
     forced_experts=None,
+    replay=None,
     experts=None,
     sequences=None,
 ):
@@ -218,9 +226,12 @@ def route_backward(
     real = _valid_tokens(z.shape[:-1], token_mask)
     d_logits = np.zeros_like(z)
     if d_weights is not None:
-        chosen = _selected_experts(z, topk, forced_experts, experts, token_mask, selection)
+        chosen = _selected_experts(z, topk, forced_experts, replay, experts, token_mask, selection)
         g = np.where(chosen >= 0, as_float64(d_weights, "d_weights") * scaling_factor, 0.0)
-        d_logits += _weights_backward(z, chosen, g, score_function, normalize)
+        through_weights = _weights_backward(z, chosen, g, score_function, normalize)
+        if replay is not None and replay.weights is not None:  # recorded weights are constants
+            through_weights = np.where(replay.replayed(), 0.0, through_weights)
+        d_logits += through_weights
     if d_score_sum is not None:
         num_experts = z.shape[-1]
         d_score_sum = as_float64(d_score_sum, "d_score_sum")

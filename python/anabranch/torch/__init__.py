@@ -5,6 +5,7 @@ from anabranch._packages import needed_by
 from anabranch.activation import Activation
 from anabranch.dense_router import RoutingMapFormat
 from anabranch.lora import Lora
+from anabranch.replay import Replay
 
 with needed_by("anabranch.torch"):
     from anabranch.torch.ops.balance import fused_moe_aux_loss, load_balance_loss, z_loss
@@ -38,6 +39,7 @@ __all__ = [
     "MoEOutput",
     "Plan",
     "QuantizedExperts",
+    "Replay",
     "RoutedExpertsOutput",
     "Routing",
     "RoutingMapFormat",

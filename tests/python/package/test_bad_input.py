@@ -36,6 +36,7 @@ RAGGED = dict(all_shards_tokens_per_expert=np.ones((P, E), np.int32), shard_id=0
 ROUTING = dict(topk=K, score_function="sigmoid", num_groups=2, group_topk=1, expert_bias=floats(E), token_mask=MASK)
 MATRICES = dict(w_in=floats(E, D, 2, F), w_out=floats(E, F, D), b_in=floats(E, 2, F), b_out=floats(E, D))
 LAYER = dict(in_features=D, hidden_features=F, num_experts=E, topk=K)
+REPLAY = ab.Replay(EXPERTS, floats(T, K), MASK)
 LORA = ab.Lora(floats(1, D, 2), floats(E, 2, 2, F), floats(E, F, 2), floats(1, 2, D))
 BLOCK = dict(num_experts=E, num_experts_per_tok=K, intermediate_size=F)
 
@@ -110,7 +111,9 @@ CALLS = {
     ),
     ab.local_permute_after_a2a: dict(x_recv=floats(R, D), **RAGGED),
     ab.local_unpermute_before_a2a: dict(expert_outputs=floats(R, D), state=ARRIVED[2]),
-    ab.moe: dict(x=floats(T, D), gate=floats(D, E), gate_bias=floats(E), lora=LORA, **MATRICES, **ROUTING),
+    ab.moe: dict(
+        x=floats(T, D), gate=floats(D, E), gate_bias=floats(E), lora=LORA, replay=REPLAY, **MATRICES, **ROUTING
+    ),
     ab.merge_lora: dict(w_in=MATRICES["w_in"], w_out=MATRICES["w_out"], lora=LORA),
     ab.plan: dict(experts=EXPERTS, num_experts=E, align_size=2, num_rows=40, num_destinations=2),
     ab.pure_jax_token_combine: dict(

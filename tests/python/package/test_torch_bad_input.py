@@ -23,8 +23,8 @@ def given(value):
     """A value of a call: arrays as tensors, and modules as copies, which a call may change."""
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value.copy()).to("meta")
-    if isinstance(value, ab.Lora):
-        return ab.Lora(*map(given, value))
+    if isinstance(value, ab.Lora | ab.Replay):
+        return type(value)(*map(given, value))
     if type(value) is tuple:
         return tuple(map(given, value))
     return copy.deepcopy(value) if isinstance(value, torch.nn.Module) else value
@@ -41,6 +41,7 @@ SIZES = np.array([2, 0, 3, 3], np.int32)
 ROUTING = dict(topk=K, score_function="sigmoid", num_groups=2, group_topk=1, expert_bias=floats(E), token_mask=MASK)
 MATRICES = dict(w_in=floats(E, D, 2, F), w_out=floats(E, F, D), b_in=floats(E, 2, F), b_out=floats(E, D))
 
+REPLAY = ab.Replay(EXPERTS, floats(T, K), MASK)
 LORA = ab.Lora(floats(E, D, 2), floats(1, 2, 2, F), floats(E, F, 3), floats(E, 3, D))
 
 MAP = np.ones((T, E), bool)
@@ -67,7 +68,9 @@ CALLS = {
     ab.join_lora: dict(gate=(floats(E, D, 2), floats(1, 2, F)), up=(floats(1, D, 3), floats(E, 3, F))),
     ab.load_balance_loss: dict(score_sum=floats(E), tokens_per_expert=SIZES, topk=K, coeff=0.1, num_tokens=T),
     ab.merge_lora: dict(w_in=MATRICES["w_in"], w_out=MATRICES["w_out"], lora=LORA),
-    ab.moe: dict(x=floats(T, D), gate=floats(D, E), gate_bias=floats(E), lora=LORA, **MATRICES, **ROUTING),
+    ab.moe: dict(
+        x=floats(T, D), gate=floats(D, E), gate_bias=floats(E), lora=LORA, replay=REPLAY, **MATRICES, **ROUTING
+    ),
     ab.moe_permute: dict(inp=floats(T, D), routing_map=MAP, num_out_tokens=T * E),
     ab.moe_permute_and_pad_with_probs: dict(
         inp=floats(T, D), probs=floats(T, E), routing_map=MAP, tokens_per_expert=SIZES, align_size=4, num_rows=T * E

@@ -15,11 +15,12 @@ import gloo_ranks
 import in_torch
 import module_in_torch
 from anabranch.lora import NAMES
-from anabranch.torch import moe, routed_experts
+from anabranch.torch import Replay, moe, routed_experts
 from lora_cases import takes_factors
 
+REPLAY = tuple(f"replay_{name}" for name in Replay._fields)
 EXPERTS = ("w_in", "w_out", "b_in", "b_out", *NAMES)
-TOKENS = ("x", "token_mask", "forced_experts", "experts", "weights", "d_output", "d_weights")
+TOKENS = ("x", "token_mask", "forced_experts", *REPLAY, "experts", "weights", "d_output", "d_weights")
 PASSED = ("token_mask", "forced_experts")
 
 
@@ -62,6 +63,8 @@ def nothing_waits(case):
 def function_of(case, own, options):
     """(a function without arguments that returns the result, the differentiated tensors, names of their gradients)."""
     passed = {name: in_torch.tensor(own.pop(name)) for name in PASSED if name in own}
+    if case["replay"]:
+        passed["replay"] = Replay(*(in_torch.tensor(own.pop(name, None)) for name in REPLAY))
     compiled = (lambda f: torch.compile(f, fullgraph=True, backend="aot_eager")) if case["compiled"] else lambda f: f
     if case["module"]:
         layer = module_in_torch.make_layer(own, case["num_experts"], **options)

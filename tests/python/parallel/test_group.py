@@ -18,11 +18,13 @@ import frameworks
 import in_torch
 from anabranch.lora import NAMES
 from anabranch.reference import moe as reference
+from anabranch.replay import Replay, operand_fields
 from anabranch.torch import MoEOutput, moe
 from anabranch.torch.binding.group import sum_over_ranks
 from lora_cases import lora_factors, oracle_options, with_factors
 from moe_cases import assert_layer, expected_layer, operands, selected
 from oracle import assert_close, assert_close_per_expert
+from replay_cases import record
 from routed_cases import routed_operands
 
 T, E, K, D, F = 48, 8, 3, 16, 24
@@ -41,6 +43,7 @@ class Case:
     own_stream: bool = False
     num_experts: int = E
     lora: tuple[str, ...] | None = None  # the shared factors of adapters; None: no adapters
+    replay: bool = False
     options: dict = dataclasses.field(default_factory=dict)
 
     def arrays(self):
@@ -54,7 +57,8 @@ class Case:
             forced = rng.integers(E - 2, E, (T, K)).astype(np.int32)
             forced[::4, 1] = -1
             return arrays | {"forced_experts": forced}
-        return arrays | {"token_mask": rng.random(T) < 0.9}
+        arrays["token_mask"] = rng.random(T) < 0.9
+        return arrays | (operand_fields(record(T, E, K)) if self.replay else {})
 
 
 def kept_slots(experts, ranks, capacity):
@@ -143,6 +147,8 @@ def check(case, arrays, cotangents, found, ranks):
     arrays = dict(arrays)
     options = {name: value for name, value in case.options.items() if name != "use_expert_bias"}
     options |= {n: arrays.pop(n) for n in ("token_mask", "forced_experts") if n in arrays}
+    if case.replay:
+        options["replay"] = Replay(*map(arrays.pop, in_ranks.REPLAY))
     if case.routed:
         experts = arrays["experts"]
     else:
@@ -200,6 +206,8 @@ CASES = [
     Case("ring", lora=("a_in", "b_out"), options=LOSSES | {"lora_scale": (0.7, -1.3)}),
     Case("all_to_all", lora=(), routed=True, capacity_factor=0.7),
     Case("all_to_all", "bfloat16", data=2, lora=("b_in",), options=LOSSES | {"weight_early": True}),
+    Case("ring", replay=True, options=LOSSES | {"score_function": "sigmoid", "num_groups": 2, "group_topk": 1}),
+    Case("all_to_all", replay=True, capacity_factor=0.7, module=True, compiled=True, options=LOSSES),
 ]
 
 

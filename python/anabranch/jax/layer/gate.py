@@ -9,8 +9,9 @@ import jax.numpy as jnp
 from anabranch.jax.binding.arrays import flat
 from anabranch.jax.layer.names import named_logits, named_routing
 from anabranch.jax.layer.operands import LayerConfig, Operands, Selection, Sums
+from anabranch.jax.layer.replay import experts_weighed_by_router, route_tokens
 from anabranch.jax.ops.matmul import bfloat16_matmul, halves_matmul, matmul
-from anabranch.jax.ops.router import Requested, RouterResiduals, route_backward, route_forward
+from anabranch.jax.ops.router import Requested, RouterResiduals, route_backward
 
 
 class GateResiduals(NamedTuple):
@@ -60,16 +61,8 @@ def select(
     if operands.gate_bias is not None:
         logits = logits + operands.gate_bias.astype(jnp.float32)
     logits = named_logits(logits)
-    routing = route_forward(
-        config.router,
-        logits,
-        operands.expert_bias,
-        operands.token_mask,
-        operands.forced_experts,
-        operands.qb_bin_bounds,
-        Requested(counts, config.aux_loss, config.z_loss or (save and "lse" in gate_residuals(config))),
-    )
-    routing = named_routing(routing)
+    lse = config.z_loss or (save and "lse" in gate_residuals(config))
+    routing = named_routing(route_tokens(config.router, logits, operands, Requested(counts, config.aux_loss, lse)))
     # A masked token has lse 0.
     squares = jnp.sum(jnp.square(routing.lse)) if config.z_loss else jnp.zeros((), jnp.float32)
     score_sum = jnp.zeros(logits.shape[1], jnp.float32) if routing.score_sum is None else routing.score_sum
@@ -122,7 +115,7 @@ def select_backward(
         d_lse = 2 * d_sums.lse_squares * residuals.lse
     d_logits = route_backward(
         config.router,
-        RouterResiduals(residuals.logits, selection.experts, mask, residuals.lse),
+        RouterResiduals(residuals.logits, experts_weighed_by_router(operands, selection.experts), mask, residuals.lse),
         d_weights,
         d_sums.score_sum if config.aux_loss else None,
         d_lse,

@@ -28,6 +28,8 @@ from anabranch.jax.ops.router import quantile_operand, router_operands
 from anabranch.jax.parallel.parallel import Parallel
 from anabranch.lora import Lora, operand_fields
 from anabranch.options import LAYER_NAMES, LayerKeywords, LayerOptions, check_names, takes_options
+from anabranch.replay import Replay, check_replay
+from anabranch.replay import operand_fields as replay_fields
 
 
 class MoEOutput(NamedTuple):
@@ -41,7 +43,7 @@ class MoEOutput(NamedTuple):
       dropped: int32 scalar, the number of assignments without a row.
       dropped_by_source: int32 [S], `dropped` by the device that the tokens came from, for the S shards of the tokens
         over (*data_axes, expert_axis) of `parallel`; S = 1 without `parallel`.
-      experts: int32 [..., K], the selection, best first; -1: no expert. Pass it as `forced_experts` to replay it.
+      experts: int32 [..., K], the selection, best first; before any dropping; -1: no expert.
       weights: float32 [..., K], 0 where the expert is -1. A loss may use them: their gradient reaches the gate and x.
       qb_histogram: int32 [E, bins] with quantile balancing, else None.
     """
@@ -55,6 +57,14 @@ class MoEOutput(NamedTuple):
     experts: jax.Array
     weights: jax.Array
     qb_histogram: jax.Array | None = None
+
+    @property
+    def routing(self) -> Replay:
+        """The experts and weights as a record, for the argument `replay`.
+
+        On the same inputs, its replay returns the same bits.
+        """
+        return Replay(self.experts, self.weights)
 
 
 def layer_config(
@@ -82,6 +92,7 @@ def moe(
     b_out: jax.Array | None = None,
     token_mask: jax.Array | None = None,
     forced_experts: jax.Array | None = None,
+    replay: Replay | None = None,
     qb_bin_bounds: jax.Array | tuple[float, float] | None = None,
     qb_bins: int | None = None,
     parallel: Parallel | None = None,
@@ -105,7 +116,10 @@ def moe(
       expert_bias: [E] float, added to the scores for the selection only; has no gradient.
       b_in: [E, 2 or 1, F], b_out: [E, D]; dtype of x.
       token_mask: bool [...]; False marks padding, which has zero output and gradients and is not counted.
-      forced_experts: int [..., K]; gives the selection (replay). -1: no expert. See `route` for -inf.
+      forced_experts: int [..., K]; gives the selection. -1: no expert. See `route` for -inf. The same as
+        `Replay(forced_experts)`, but with expert_bias or groups it is an error.
+      replay: a recorded routing, such as `routing` of a result; see `Replay`. expert_bias and groups select for tokens
+        that are not replayed. `qb_histogram` counts replayed tokens too.
       qb_bin_bounds, qb_bins: quantile balancing, see `route`; pass the result's `qb_histogram` to `quantile_bias`.
       parallel: a `Parallel`, which spreads the layer over a mesh. None: every device has all experts, x may be sharded
         over its leading dimensions in any way, and the rows of a sharded x are not padded.
@@ -148,7 +162,7 @@ def moe(
     check_names("moe", LAYER_NAMES, options)
     arrays = dict(
         x=x, gate=gate, w_in=w_in, w_out=w_out, gate_bias=gate_bias, expert_bias=expert_bias, b_in=b_in, b_out=b_out,
-        token_mask=token_mask, forced_experts=forced_experts, qb_bin_bounds=qb_bin_bounds,
+        token_mask=token_mask, forced_experts=forced_experts, replay=replay, qb_bin_bounds=qb_bin_bounds,
     )  # fmt: skip
     return run_layer(LayerOptions(topk=topk, qb_bins=qb_bins, **options), arrays, parallel, quantized, lora)
 
@@ -162,7 +176,7 @@ def run_layer(
 ) -> MoEOutput:
     """`moe` with its options as one object. arrays: its other arguments by name; missing ones are None."""
     given = dict.fromkeys(
-        ("gate_bias", "expert_bias", "b_in", "b_out", "token_mask", "forced_experts", "qb_bin_bounds")
+        ("gate_bias", "expert_bias", "b_in", "b_out", "token_mask", "forced_experts", "replay", "qb_bin_bounds")
     )
     given |= arrays
     x = check.array("x", given["x"], check.FLOATS, (..., "D"))
@@ -179,14 +193,18 @@ def run_layer(
     expert_bias, token_mask, forced_experts = router_operands(
         router, E, tuple(leading), given["expert_bias"], given["token_mask"], given["forced_experts"]
     )
+    shape = (*leading, router.topk)
+    replay = check_replay(
+        check.indices, check.optional_array, ("float32", "bool"), given["replay"], forced_experts, shape
+    )
     operands = Operands(
         x=x,
         gate=gate,
         gate_bias=check.optional_array("gate_bias", given["gate_bias"], check.FLOATS, (("E", E),)),
         expert_bias=expert_bias,
         token_mask=token_mask,
-        forced_experts=forced_experts,
         qb_bin_bounds=quantile_operand(router, expert_bias, given["qb_bin_bounds"]),
+        **replay_fields(replay),
         **experts_by_name,
         **quantized_by_name,
         **operand_fields(lora),

@@ -36,6 +36,7 @@ from anabranch.options import (
     takes_options,
 )
 from anabranch.precision import check_fp8_widths, dense_precision
+from anabranch.replay import Replay
 
 with needed_by("anabranch.jax.nnx"):
     from flax import nnx
@@ -229,6 +230,7 @@ class MoE(nnx.Module):
         *,
         token_mask: jax.Array | None = None,
         forced_experts: jax.Array | None = None,
+        replay: Replay | None = None,
         quantized: QuantizedExperts | None = None,
     ) -> MoEOutput:
         """Applies the layer.
@@ -236,7 +238,8 @@ class MoE(nnx.Module):
         Args:
           x: [..., D] float32, bfloat16 or float16.
           token_mask: bool [...]; False marks padding, which has zero output and is not counted.
-          forced_experts: int [..., K]; gives the selection (replay).
+          forced_experts: int [..., K]; gives the selection; an error with an expert bias or groups, unlike replay.
+          replay: a recorded routing, as in `moe`.
           quantized: with precision "fp8", w_in and w_out as returned by `quantize_experts`; None: quantised here.
 
         Returns:
@@ -268,6 +271,7 @@ class MoE(nnx.Module):
             expert_bias=None if self.expert_bias is None else self._bias(),
             token_mask=token_mask,
             forced_experts=forced_experts,
+            replay=replay,
             qb_bin_bounds=self.qb_bin_bounds,
         )
         factors = (getattr(self, f"lora_{name}") for name in Lora._fields)

@@ -1,11 +1,11 @@
 """The named operands and results of the layer's rules, on one device, on shards and on a mesh."""
 
 import dataclasses
-import math
 from typing import Any, NamedTuple
 
 import jax
 
+from anabranch import replay
 from anabranch.jax.binding.arrays import flat
 from anabranch.jax.ops.ffn import FfnConfig, FfnOperands
 from anabranch.jax.ops.quantized import QuantizedExperts, for_pass
@@ -37,7 +37,10 @@ class Operands(NamedTuple):
     b_out: jax.Array | None
     expert_bias: jax.Array | None = None
     token_mask: jax.Array | None = None
-    forced_experts: jax.Array | None = None
+    replay_experts: jax.Array | None = None
+    """int32 [..., K]. This and the following two fields are those of a Replay."""
+    replay_weights: jax.Array | None = None
+    replay_mask: jax.Array | None = None
     experts: jax.Array | None = None
     """int32 [..., K]; an index outside [0, E) is no expert."""
     weights: jax.Array | None = None
@@ -78,7 +81,9 @@ def quantized_fields(quantized: QuantizedExperts | None) -> dict[str, Any]:
 
 
 #: Operands with the leading dimensions of x.
-TOKENS = ("x", "token_mask", "forced_experts", "experts", "weights")
+TOKENS = ("x", "token_mask", *replay.NAMES, "experts", "weights")
+#: Those that have no other dimensions.
+_MASKS = ("token_mask", "replay_mask")
 #: Operands that have gradients.
 DIFFERENTIABLE = ("x", "gate", "gate_bias", "w_in", "w_out", "b_in", "b_out", "weights", *NAMES)
 
@@ -187,9 +192,9 @@ def gradients(given: dict[str, jax.Array | None]) -> Operands:
 
 def flat_tokens(operands: Operands) -> Operands:
     """Flattens the token dimensions of x and of all operands that have them."""
-    mask = operands.token_mask
-    rows = {name: flat(a) for name in TOKENS if name != "token_mask" and (a := getattr(operands, name)) is not None}
-    return operands._replace(token_mask=None if mask is None else mask.reshape(math.prod(mask.shape)), **rows)
+    given: dict[str, Any] = {name: a for name in TOKENS if (a := getattr(operands, name)) is not None}
+    rows = {name: a.reshape(a.size) if name in _MASKS else flat(a) for name, a in given.items()}
+    return operands._replace(**rows)
 
 
 def flat_selection(selection: Selection) -> Selection:

@@ -237,7 +237,7 @@ def place(
 
     T = math.prod(x.shape[:-1]) // size(*parallel.token_axes)
     ranks = size(ep) if ep else 1
-    selected = arrays["forced_experts"] is not None or arrays["experts"] is not None
+    selected = arrays["replay_experts"] is not None or arrays["experts"] is not None
     slots_per_token = topk if selected else min(topk, num_experts // ranks)  # given experts may repeat
     bounds = Bounds(
         axis=ep,

@@ -29,6 +29,7 @@ from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS, Layouts
 from anabranch.lora import PROJECTIONS, Lora, factor_shapes, new_lora
 from anabranch.options import LayerOptions
 from anabranch.precision import dense_precision
+from anabranch.replay import Replay
 
 with needed_by("anabranch.jax.linen"):
     import flax.linen as nn
@@ -324,6 +325,7 @@ class MoEBlock(nn.Module):
         *,
         token_mask: jax.Array | None = None,
         forced_experts: jax.Array | None = None,
+        replay: Replay | None = None,
         quantized: QuantizedExperts | None = None,
     ) -> tuple[jax.Array, jax.Array | None]:
         """Applies the block.
@@ -331,14 +333,16 @@ class MoEBlock(nn.Module):
         Args:
           inputs: [..., D] of any float dtype; the block computes in `dtype`.
           token_mask: bool [...]; False marks padding, which has zero output and is not counted.
-          forced_experts: int [..., K]; gives the selection (replay).
+          forced_experts: int [..., K]; gives the selection; an error with an expert bias or groups, unlike replay.
+          replay: a recorded routing, as in `moe`.
           quantized: with precision "fp8", wi and wo as returned by `quantize_experts`; None: quantised here.
 
         Returns:
           (output [..., D], aux_loss). aux_loss is a float32 scalar to add to the loss, the sum of the load-balance loss
           and the z-loss, or None if neither has a coefficient.
           The block sows `tokens_per_expert` int32 [E], `dropped` int32, `dropped_by_source` int32 [S], `aux_loss` and
-          `z_loss` float32, and `experts` int32 [..., K] into the collection `intermediates`. If the collection
+          `z_loss` float32, `experts` int32 [..., K] and `weights` float32 [..., K], the fields of a `Replay`, into the
+          collection `intermediates`. If the collection
           `router_logits` is mutable, the block computes `logits`, float32 [..., E], and sows them into it.
 
         Raises:
@@ -376,9 +380,10 @@ class MoEBlock(nn.Module):
             expert_bias=self._expert_bias(),
             token_mask=token_mask,
             forced_experts=forced_experts,
+            replay=replay,
         )
         result = run_layer(self._options(), arrays, self.parallel, quantized, self._lora(D))
-        for name in ("tokens_per_expert", "dropped", "dropped_by_source", "aux_loss", "z_loss", "experts"):
+        for name in ("tokens_per_expert", "dropped", "dropped_by_source", "aux_loss", "z_loss", "experts", "weights"):
             self.sow("intermediates", name, getattr(result, name))
         output = result.output
         if self.shared_features:

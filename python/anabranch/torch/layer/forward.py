@@ -21,6 +21,7 @@ from anabranch.torch.binding.eager import is_plain_eager, needs_graph
 from anabranch.torch.layer import native_passes
 from anabranch.torch.layer.gate import biased_gate_logits, gate_backward
 from anabranch.torch.layer.operands import LayerConfig, LayerOutput, Operands, requested_cotangents, view_parameters
+from anabranch.torch.layer.replay import needs_two_calls, route_tokens
 from anabranch.torch.ops import torch_ops
 from anabranch.torch.ops.experts import cast_weight
 from anabranch.torch.ops.factors import factor_arguments
@@ -37,14 +38,27 @@ def _forward(config: LayerConfig, operands: Operands) -> tuple[Tensor, ...]:
     """The fields of a LayerOutput."""
     o, x = operands, operands.x
     logits = o.logits if o.gate is None else biased_gate_logits(x, o.gate, o.gate_bias)
+    # An autograd function must not return an argument, so given logits are not returned.
+    returned = x.new_empty((0,), dtype=torch.float32) if logits is None or o.logits is not None else logits
+    if config.router is None or not needs_two_calls(config.router, o.replay(), o.expert_bias):
+        return *_layer(config, o, logits), returned
+    assert logits is not None
+    weights, experts, _, *statistics, weighed = route_tokens(config.router, logits, o, config.requested)
+    results = _layer(config, o._replace(weights=weights, experts=experts), None)
+    results = (*results[:3], weights, experts, *statistics, *results[8:], returned)
+    return results if weighed is None else (*results, weighed)
+
+
+def _layer(config: LayerConfig, operands: Operands, logits: Tensor | None) -> tuple[Tensor, ...]:
+    """The first fields of a LayerOutput, up to `group_sizes`. Without logits, experts and weights are given."""
+    o, x = operands, operands.x
     results: tuple[Tensor, ...] = torch_ops.layer(
-        x, logits, o.weights, o.experts, o.expert_bias, o.token_mask, o.forced_experts, o.qb_bin_bounds,
+        x, logits, o.weights, o.experts, o.expert_bias, o.token_mask, o.replay_experts, o.qb_bin_bounds,
         cast_weight(config.network, o.w_in, x.dtype), o.b_in,
         cast_weight(config.network, o.w_out, x.dtype), o.b_out, *forward_operands(o.quantized()),
         *factor_arguments(o.factors()), *config.options,
     )  # fmt: skip
-    # An autograd function must not return an argument, so given logits are not returned.
-    return *results, logits if o.logits is None and logits is not None else x.new_empty((0,), dtype=torch.float32)
+    return results
 
 
 #: The operands that may need a gradient.
@@ -66,6 +80,7 @@ class _Saved(NamedTuple):
     token_mask: Tensor | None
     weights: Tensor
     experts: Tensor
+    """Those whose weights have a gradient."""
     lse: Tensor | None
     h: Tensor
     logits: Tensor
@@ -89,10 +104,11 @@ class _Saved(NamedTuple):
 def _saved(config: LayerConfig, o: Operands, result: LayerOutput) -> tuple[Tensor | None, ...]:
     """The fields of a _Saved, and the operands for FP8, if they are given."""
     selection = o if config.router is None else result
+    experts = selection.experts if result.experts_weighed_by_router is None else result.experts_weighed_by_router
     has_adapters = o.lora_a_in is not None or o.lora_a_out is not None
     return (
         *(o.x, o.w_in, o.w_out, o.b_in, o.b_out, o.gate, o.gate_bias, o.token_mask),
-        *(selection.weights, selection.experts, result.lse),
+        *(selection.weights, experts, result.lse),
         *(result.h, result.logits if o.logits is None else o.logits),
         *(result.row_of_slot, result.slot_of_row, result.group_sizes, result.maps),
         *(None if o.lora_a_in is None else result.lora_u, result.lora_copies if has_adapters else None, *o.factors()),

@@ -13,6 +13,7 @@ from anabranch.lora import NAMES as LORA_NAMES
 from anabranch.lora import PROJECTIONS, Lora, NewLora, factor_shapes, new_lora
 from anabranch.options import MODULE_NAMES, LayerOptions, ModuleKeywords, check_names, takes_options
 from anabranch.precision import FP8, check_fp8_widths, dense_precision
+from anabranch.replay import Replay, fields_of
 from anabranch.torch.binding import check, private
 from anabranch.torch.binding.autocast import as_autocast
 from anabranch.torch.binding.eager import is_plain_eager
@@ -64,9 +65,9 @@ class MoE(OnRanks):
     Counts since the last update, of this process or, with `group`, of all its ranks: `tokens_per_expert` int64 [E] with
     `use_expert_bias`, and `qb_histogram` int64 [E, bins] with `balance="quantile"`. They are neither buffers nor in the
     state dict. Every forward pass in training mode adds its counts, so all micro-batches of a step count.
-    Recomputation under activation checkpointing does not count again. Passes in eval mode or with `forced_experts` do
-    not count, so run passes outside training steps in eval mode, also under torch.no_grad(). The mode has no other
-    effect.
+    Recomputation under activation checkpointing does not count again. Passes in eval mode, with `forced_experts` or
+    with `replay` do not count, so run passes outside training steps in eval mode, also under torch.no_grad(). The mode
+    has no other effect.
 
     Args:
       in_features: D, model width.
@@ -199,7 +200,7 @@ class MoE(OnRanks):
             w_out_layout="df",
             **options,
         )
-        self.options_of_replay = self.options.without_selection()
+        self.options_of_forced = self.options.without_selection()
         self.loss_group = loss_group
         number = checked_config(self.options, E, self.parts, loss_group).network.precision
         if number == FP8:
@@ -276,7 +277,7 @@ class MoE(OnRanks):
         """Adds factors with their initial values."""
         self.lora = lora
         self.options = dataclasses.replace(self.options, lora_scale=lora.scale)
-        self.options_of_replay = self.options.without_selection()
+        self.options_of_forced = self.options.without_selection()
         sizes = dict(e=self.local_experts, d=self.in_features, p=self.parts, f=self.hidden_features)
         device, mesh = local_part(self.down_proj).device, getattr(self.down_proj, "device_mesh", None)
         for field, shape in factor_shapes(sizes, lora.rank, PROJECTIONS, lora.shared).items():
@@ -398,6 +399,7 @@ class MoE(OnRanks):
         *,
         token_mask: Tensor | None = None,
         forced_experts: Tensor | None = None,
+        replay: Replay | None = None,
         quantized: QuantizedExperts | None = None,
     ) -> MoEOutput:
         """Applies the layer.
@@ -405,8 +407,9 @@ class MoE(OnRanks):
         Args:
           x: [..., D] float32, bfloat16 or float16, on the device of the parameters.
           token_mask: bool [...]; False marks padding, which gets zero output and is not counted.
-          forced_experts: int [..., K]; a given selection (replay). Expert bias and groups are ignored, and there is no
+          forced_experts: int [..., K]; a given selection. Expert bias and groups are ignored, and there is no
             histogram.
+          replay: a recorded routing, as in `moe`. Expert bias and groups select for tokens that are not replayed.
           quantized: with precision "fp8", the result of `quantized()`; None: experts are quantised in every call.
 
         Returns:
@@ -419,25 +422,25 @@ class MoE(OnRanks):
         x = as_autocast(x) if self.dtype is None else x.to(self.dtype)
         mask = check.optional_tensor("token_mask", token_mask, check.BOOL, tuple(x.shape[:-1]))
         check.same_device("x", x, token_mask=mask)
-        replays = forced_experts is not None
-        if not replays and self._restored_under_fsdp:
+        is_forced = forced_experts is not None
+        if not is_forced and self._restored_under_fsdp:
             self._check_not_rounded_again()
-        bias = None if replays else self._bias()
+        bias = None if is_forced else self._bias()
         given = dict(expert_bias=bias, token_mask=token_mask, forced_experts=forced_experts)
-        tensors = None if quantized is not None else self._parameter_tensors(x, given)
+        tensors = None if quantized is not None else self._parameter_tensors(x, given, replay)
         are_parameters = tensors is not None
         if tensors is None:
-            tensors = self._tensors(x, mask, quantized)._replace(**given)
+            tensors = self._tensors(x, mask, quantized)._replace(**given, replay=replay)
         result = run_layer(
-            self.options_of_replay if replays else self.options,
+            self.options_of_forced if is_forced else self.options,
             tensors,
             are_parameters=are_parameters,
             quantized=quantized,
-            qb_bin_bounds=None if replays else self.qb_bin_bounds,
+            qb_bin_bounds=None if is_forced else self.qb_bin_bounds,
             loss_group=self.loss_group,
             **self.parallel_options,
         )
-        if bias is not None and self.training:
+        if bias is not None and self.training and replay is None:
             self._count(result)
         if self.shared_expert is None:
             return result
@@ -479,7 +482,9 @@ class MoE(OnRanks):
         factors = (getattr(self, name) for name in LORA_NAMES)
         return Lora(*(factor if factor is None else local_part(factor) for factor in factors))
 
-    def _parameter_tensors(self, x: Tensor, given: dict[str, Tensor | None]) -> LayerTensors | None:
+    def _parameter_tensors(
+        self, x: Tensor, given: dict[str, Tensor | None], replay: Replay | None
+    ) -> LayerTensors | None:
         """The arguments of `run_layer` with the parameters themselves, which costs the least host time.
 
         None: the layer has a group or a gate that must be called; this is not the plain eager case; or parameters have
@@ -487,6 +492,7 @@ class MoE(OnRanks):
 
         Args:
           given: further fields of a LayerTensors.
+          replay: its field of this name.
         """
         gate = self.gate
         if self.group is not None or not is_plain(gate):
@@ -502,6 +508,10 @@ class MoE(OnRanks):
         lora = None if not self.lora.rank else self._lora()
         if not is_plain_eager(x.device, tensors if lora is None else (*tensors, *lora)):
             return None
+        if replay is not None:
+            if not is_plain_eager(x.device, fields_of(replay)):
+                return None
+            tensors = tensors._replace(replay=replay)
         if lora is not None:
             if any(factor is not None and factor.dtype not in dtypes for factor in lora):
                 return None

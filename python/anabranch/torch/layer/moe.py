@@ -14,6 +14,7 @@ from torch import Tensor
 from anabranch.lora import Lora
 from anabranch.options import LAYER_NAMES, LayerKeywords, LayerOptions, RouterOptions, check_names, takes_options
 from anabranch.precision import FP8, precision_number
+from anabranch.replay import Replay, check_replay, fields_of
 from anabranch.torch.binding import check, private
 from anabranch.torch.binding.autocast import as_autocast, match_autocast
 from anabranch.torch.binding.group import check_group, sum_over_ranks, with_mean_gradients
@@ -30,6 +31,7 @@ from anabranch.torch.layer.operands import (
     view_parameters,
     with_shared_gradients,
 )
+from anabranch.torch.layer.replay import needs_two_calls
 from anabranch.torch.ops.balance import load_balance_loss, mean_of_squares
 from anabranch.torch.ops.experts import check_experts, check_network_lora
 from anabranch.torch.ops.quantized import QuantizedExperts, check_current, check_fp8_operands
@@ -50,7 +52,7 @@ class MoEOutput(NamedTuple):
       tokens_per_expert: int32 [E], slots routed to each expert, before dropping.
       dropped: int32 scalar, dropped slots of all ranks.
       dropped_by_source: int32 [P], dropped slots by the source rank of their tokens; without a group P = 1.
-      experts: int32 [..., K], the selection, best first; -1: no expert. Pass it as `forced_experts` to replay it.
+      experts: int32 [..., K], the selection, best first; before any dropping; -1: no expert.
       weights: float32 [..., K], 0 where the expert is -1; differentiable with respect to gate and x.
       qb_histogram: int32 [E, bins] with quantile balancing, else None.
     """
@@ -64,6 +66,14 @@ class MoEOutput(NamedTuple):
     experts: Tensor
     weights: Tensor
     qb_histogram: Tensor | None = None
+
+    @property
+    def routing(self) -> Replay:
+        """The experts and weights as a record, for the argument `replay`. The weights are detached from the graph.
+
+        On the same inputs, its replay returns the same bits.
+        """
+        return Replay(self.experts, self.weights.detach())
 
 
 def flat(tensor: Tensor | None, axes: int = 1) -> Tensor | None:
@@ -108,6 +118,7 @@ def moe(
     b_out: Tensor | None = None,
     token_mask: Tensor | None = None,
     forced_experts: Tensor | None = None,
+    replay: Replay | None = None,
     qb_bin_bounds: Tensor | tuple[float, float] | None = None,
     qb_bins: int | None = None,
     quantized: QuantizedExperts | None = None,
@@ -135,7 +146,10 @@ def moe(
       expert_bias: [E] float, added to the scores for selection only; has no gradient.
       b_in: [E, 2 or 1, F], b_out: [E, D]; dtype of x.
       token_mask: bool [...]; False marks padding, which gets zero output and gradient and is not counted.
-      forced_experts: int [..., K]; a given selection (replay); -1: no expert. See `route` for logits of -inf.
+      forced_experts: int [..., K]; a given selection; -1: no expert. See `route` for logits of -inf. The same as
+        `Replay(forced_experts)`, but with expert_bias or groups it is an error.
+      replay: a recorded routing, such as `routing` of a result; see `Replay`. expert_bias and groups select for tokens
+        that are not replayed. `qb_histogram` counts replayed tokens too.
       qb_bin_bounds, qb_bins: quantile balancing, see `route`. Pass `qb_histogram` of the result to `quantile_bias`.
       quantized: with precision "fp8", the result of `quantize_experts` for w_in and w_out, used in their place. None:
         they are quantised in the forward pass and again in the backward pass. Gradients are those of w_in and w_out.
@@ -194,7 +208,7 @@ def moe(
         cached_options(LayerOptions, topk=topk, qb_bins=qb_bins, **options),
         LayerTensors(
             x, w_in, w_out, match_autocast(x, b_in), match_autocast(x, b_out), gate, gate_bias, expert_bias, token_mask,
-            forced_experts, lora=lora,
+            forced_experts, replay, lora=lora,
         ),
         group=group,
         transport=transport,
@@ -223,6 +237,7 @@ class LayerTensors(NamedTuple):
     expert_bias: Any = None
     token_mask: Any = None
     forced_experts: Any = None
+    replay: Any = None
     logits: Any = None
     port: Any = None
     lora: Any = None
@@ -257,15 +272,19 @@ def run_layer(
         group in the plain eager case.
       others: as in `moe`.
     """
-    x, w_in, w_out, b_in, b_out, gate, gate_bias, expert_bias, token_mask, forced_experts, logits, port, lora = tensors
+    (
+        x, w_in, w_out, b_in, b_out, gate, gate_bias, expert_bias, token_mask, forced_experts, replay, logits, port,
+        lora,
+    ) = tensors  # fmt: skip
     parallel = check_parallel(group, transport, capacity_factor, fp8_exchange, precision_number(options.precision))
     ranks = 1 if parallel is None else parallel.ranks
     has_loss_group = check_group("loss_group", loss_group) is not None
+    per_token = (x, token_mask, forced_experts, logits, port)
     matrices = (w_in, w_out, b_in, b_out, gate, gate_bias, expert_bias, *factors_of(lora))
     config, router, coefficients = _check_cache.check(
-        (x, token_mask, forced_experts, logits, port),
+        per_token if replay is None else (*per_token, *fields_of(replay)),
         matrices if quantized is None else (*matrices, *quantized_fields(quantized).values()),
-        (ranks, has_loss_group, type(quantized), type(lora), are_parameters),
+        (ranks, has_loss_group, type(quantized), type(lora), type(replay), are_parameters),
         lambda: _checked(
             options,
             ranks,
@@ -279,17 +298,17 @@ def run_layer(
         check_current(quantized, w_in, w_out)
     leading, tokens = x.shape[:-1], flat(x)
     assert tokens is not None
-    if forced_experts is not None:
-        forced_experts = check.as_indices(forced_experts)
     bounds = quantile_operand(router, x, expert_bias, qb_bin_bounds)
     if bounds is not None:
         check.same_device("x", x, qb_bin_bounds=bounds)
+    if forced_experts is not None:
+        replay = Replay(forced_experts)
     if group is not None:
         gate, gate_bias = with_mean_gradients(group, gate, gate_bias)
         lora = with_shared_gradients(group, lora, w_in.shape[0])
     operands = Operands(
-        tokens, w_in, w_out, b_in, b_out, gate, gate_bias, None, expert_bias, flat(token_mask, 0), flat(forced_experts),
-        None, bounds, flat(logits), flat(port), *(() if lora is None else lora),
+        tokens, w_in, w_out, b_in, b_out, gate, gate_bias, None, expert_bias, flat(token_mask, 0),
+        *_flat_replay(replay), None, bounds, flat(logits), flat(port), *(() if lora is None else lora),
     )  # fmt: skip
     if quantized is not None and config.network.precision == FP8:
         operands = operands._replace(**quantized_fields(quantized))
@@ -302,7 +321,7 @@ def run_layer(
         if by_source is None:
             by_source = result.dropped.view(1)
     else:
-        T, repeats = tokens.shape[0], forced_experts is not None
+        T, repeats = tokens.shape[0], replay is not None
         E, local = config.num_experts, w_in.shape[0]
         placement = place(parallel, x, T, router.topk, E, local, config.align_size, repeats=repeats)
         result = group_layer(GroupConfig(config, *placement, parallel.fp8_exchange), operands)
@@ -311,14 +330,7 @@ def run_layer(
     aux = z = _zero(x) if zero is None else zero
     if config.aux_loss or config.z_loss:
         number = torch.full_like(aux, tokens.shape[0]) if token_mask is None else token_mask.sum().float()
-        squares = aux
-        if config.z_loss:
-            assert result.lse is not None
-            squares = result.lse.square().sum()  # lse is 0 for a masked token
-        scores = aux.new_empty((0,)) if result.score_sum is None else result.score_sum
-        sums: Sequence[Tensor] = (scores, result.tokens_per_expert, squares, number)
-        if (losses_over := group if loss_group is None else loss_group) is not None:
-            sums = sum_over_ranks(losses_over, *sums)
+        sums = _sums(config, result, number, group if loss_group is None else loss_group)
         aux, z = _losses(router.topk, coefficients, *sums)
     output, weights, experts = result.output, result.weights, result.experts
     if len(leading) != 1:
@@ -337,6 +349,13 @@ def run_layer(
     )
 
 
+def _flat_replay(replay: Replay | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The fields of Operands for a checked replay."""
+    if replay is None:
+        return None, None, None
+    return flat(check.as_indices(replay.experts)), flat(replay.weights), flat(replay.mask, 0)
+
+
 def _checked(options: LayerOptions, ranks: int, tensors: LayerTensors, quantized: Any, loss_group: Any) -> _Checked:
     """Checks tensors and options of `moe`."""
     t = tensors
@@ -350,14 +369,20 @@ def _checked(options: LayerOptions, ranks: int, tensors: LayerTensors, quantized
     E = local * ranks
     if t.logits is None:
         check.tensor("gate", t.gate, check.FLOATS, (("D", D), ("E", E)))
+    router = options.router(E)
+    _, _, forced = router_operands(router, E, tuple(leading), t.expert_bias, t.token_mask, t.forced_experts)
+    dtypes, shape = (torch.float32, torch.bool), (*leading, router.topk)
+    replay = check_replay(check.indices, check.optional_tensor, dtypes, t.replay, forced, shape)
     config = checked_config(options, E, parts, loss_group, check_network_lora(t.lora, t.x, sizes))
-    assert config.router is not None
+    if replay is not None and needs_two_calls(router, replay, t.expert_bias):
+        config = config._replace(number=-1)  # native operations call the router once
     check_fp8_operands(config.network.precision, layouts, "x", t.x, t.w_in, quantized)
     check.optional_tensor("gate_bias", t.gate_bias, check.FLOATS, (("E", E),))
-    router_operands(config.router, E, tuple(leading), t.expert_bias, t.token_mask, t.forced_experts)
     names = ("gate", "gate_bias", "expert_bias", "token_mask", "forced_experts")
     check.same_device("x", t.x, **{name: getattr(t, name) for name in names})
-    return _Checked(config, config.router, options.loss_coefficients())
+    if t.replay is not None:
+        check.same_device("x", t.x, **{f"replay.{name}": field for name, field in t.replay._asdict().items()})
+    return _Checked(config, router, options.loss_coefficients())
 
 
 _check_cache = check.CheckCache()
@@ -365,6 +390,17 @@ _check_cache = check.CheckCache()
 
 def _zero(like: Tensor) -> Tensor:
     return torch.zeros((), dtype=torch.float32, device=like.device)
+
+
+def _sums(config: LayerConfig, result: LayerOutput | GroupOutput, number: Tensor, group: Any) -> Sequence[Tensor]:
+    """The arguments of `_losses` for a result of `number` tokens, summed over the ranks of a group, if it is given."""
+    squares = number
+    if config.z_loss:
+        assert result.lse is not None
+        squares = result.lse.square().sum()  # lse is 0 for a masked token
+    scores = number.new_empty((0,)) if result.score_sum is None else result.score_sum
+    sums = (scores, result.tokens_per_expert, squares, number)
+    return sums if group is None else sum_over_ranks(group, *sums)
 
 
 def _losses(

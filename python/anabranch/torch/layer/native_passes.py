@@ -67,13 +67,13 @@ def forward(config: LayerConfig, o: Operands) -> LayerOutput:
     """The results of the layer."""
     dtype = o.x.dtype
     results = _layer_forward(
-        o.x, o.gate, o.weights, o.experts, o.expert_bias, o.token_mask, o.forced_experts, o.qb_bin_bounds,
+        o.x, o.gate, o.weights, o.experts, o.expert_bias, o.token_mask, o.replay_experts, o.qb_bin_bounds,
         cast_weight(config.network, o.w_in, dtype), o.b_in, cast_weight(config.network, o.w_out, dtype), o.b_out,
         *((None,) * 4 if o.quantized_w_in_transposed is None else forward_operands(o.quantized())),
         *factor_arguments(o.factors()), config.number,
     )  # fmt: skip
     *of_caller, h, u, copies, maps, logits, dropped_by_source, zero = results
-    saved = (h, u, copies, None, None, None, logits, maps)
+    saved = (h, u, copies, None, None, None, logits, None, maps)
     return LayerOutput(*(*of_caller, *saved, dropped_by_source, zero))
 
 

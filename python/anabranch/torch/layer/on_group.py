@@ -17,12 +17,13 @@ from anabranch.torch.binding.autograd import Function
 from anabranch.torch.layer.gate import biased_gate_logits, gate_backward
 from anabranch.torch.layer.group_halves import Halves, halves
 from anabranch.torch.layer.operands import LayerConfig, Operands, requested_cotangents
+from anabranch.torch.layer.replay import route_tokens
 from anabranch.torch.ops import torch_ops
 from anabranch.torch.ops.experts import cast_weight
 from anabranch.torch.ops.factors import factor_arguments
 from anabranch.torch.ops.gradients import FROM_DH, OPERANDS, request
 from anabranch.torch.ops.quantized import backward_operands, forward_operands
-from anabranch.torch.ops.router import logits_gradient, run_route
+from anabranch.torch.ops.router import logits_gradient
 from anabranch.torch.parallel.alike import compare_options
 from anabranch.torch.parallel.counts import CountsOnTheWay
 from anabranch.torch.parallel.exchange import Ranks, Route, drop_over_capacity
@@ -68,6 +69,8 @@ class GroupOutput(NamedTuple):
     there: Tensor
     """See `Passed`."""
     logits: Tensor
+    experts_weighed_by_router: Tensor
+    """int32 [T, K], see `replay`; no elements without recorded weights."""
     row_of_slot: Tensor
     slot_of_row: Tensor
     group_sizes: Tensor
@@ -94,6 +97,7 @@ def _forward(config: GroupConfig, operands: Operands) -> GroupOutput:
     sending = passes.start(x)
     no_floats = x.new_empty((0,), dtype=torch.float32)
     no_integers = x.new_empty((0,), dtype=torch.int32)
+    weighed = None
     if layer.router is None:
         weights, experts = operands.weights, operands.experts
         assert weights is not None and experts is not None
@@ -108,15 +112,9 @@ def _forward(config: GroupConfig, operands: Operands) -> GroupOutput:
             logits = operands.logits
         else:
             logits = biased_gate_logits(x, operands.gate, operands.gate_bias)
-        weights, experts, counts, score_sum, lse, histogram = run_route(
-            layer.router,
-            logits,
-            operands.expert_bias,
-            operands.token_mask,
-            operands.forced_experts,
-            operands.qb_bin_bounds,
-            requested=layer.requested._replace(tokens_per_expert=True),
-        )
+        requested = layer.requested._replace(tokens_per_expert=True)
+        routing = route_tokens(layer.router, logits, operands, requested)
+        weights, experts, counts, score_sum, lse, histogram, weighed = routing
     remaining, weights, dropped = drop_over_capacity(ranks, experts, weights)
     adding = CountsOnTheWay(ranks, counts, invalid + dropped, histogram)
     network = (
@@ -133,9 +131,10 @@ def _forward(config: GroupConfig, operands: Operands) -> GroupOutput:
         weights, experts = no_floats.clone(), no_integers.clone()
     elif operands.gate is None:
         logits = no_floats  # an autograd function must not return an argument
+    weighed = no_integers.clone() if weighed is None else weighed
     *saved, route = passed[1:]
     return GroupOutput(
-        *(passed.output, counts, *adding.wait(), weights, experts, score_sum, lse, *saved, logits, *route)
+        *(passed.output, counts, *adding.wait(), weights, experts, score_sum, lse, *saved, logits, weighed, *route)
     )
 
 
@@ -157,9 +156,10 @@ class _GroupLayer(Function):
         ctx.set_materialize_grads(False)
         ctx.device = operands.x.device
         selection = result if has_router else operands
+        experts = selection.experts if operands.replay_weights is None else result.experts_weighed_by_router
         ctx.save_for_backward(
             *(operands.x, operands.w_in, operands.w_out, operands.b_in, operands.b_out),
-            *(operands.gate, operands.gate_bias, operands.token_mask, selection.weights, selection.experts),
+            *(operands.gate, operands.gate_bias, operands.token_mask, selection.weights, experts),
             *(result.h, result.logits if operands.logits is None else operands.logits, result.lse),
             *backward_operands(operands.quantized()),
             *(None if operands.lora_a_in is None else result.lora_u, result.lora_copies, *operands.factors()),

@@ -105,7 +105,10 @@ class Operands(NamedTuple):
     """float32 [T, K]."""
     expert_bias: Tensor | None = None
     token_mask: Tensor | None = None
-    forced_experts: Tensor | None = None
+    replay_experts: Tensor | None = None
+    """int32 [T, K]. This field and the next two are the fields of a Replay."""
+    replay_weights: Tensor | None = None
+    replay_mask: Tensor | None = None
     experts: Tensor | None = None
     """int32 [T, K]; an index outside [0, E) is no expert."""
     qb_bin_bounds: Tensor | None = None
@@ -132,6 +135,10 @@ class Operands(NamedTuple):
         This is a method because Dynamo of torch 2.9 and 2.10 does not follow properties of a NamedTuple.
         """
         return as_quantized_experts(self[-len(QuantizedExperts._fields) :])
+
+    def replay(self) -> tuple[Tensor | None, ...]:
+        """The fields of a Replay."""
+        return self.replay_experts, self.replay_weights, self.replay_mask
 
     def factors(self) -> tuple[Tensor | None, ...]:
         """The fields of a Lora."""
@@ -209,6 +216,8 @@ class LayerOutput(NamedTuple):
     slot_of_row: Tensor | None
     group_sizes: Tensor | None
     logits: Tensor
+    experts_weighed_by_router: Tensor | None = None
+    """int32 [T, K], see `replay`; only with recorded weights."""
     maps: Tensor | None = None
     """The three maps in one tensor, see `packed_ops`. Only native operations return this field and those below."""
     dropped_by_source: Tensor | None = None

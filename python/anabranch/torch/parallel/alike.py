@@ -39,7 +39,7 @@ _NAMES = (
     *("capacity_factor", *(name for _, name in _NUMBERS[float])),
     *("x (width)", "w_in (experts)", "fp8_exchange"),
     *(name for _, name in _NUMBERS[int]),
-    *("forced_experts", "align_size", "qb_bins"),
+    *("replay or forced_experts", "align_size", "qb_bins"),
     *("aux_loss_coeff (used)", "z_loss_coeff (used)", "gate (given)"),
 )
 

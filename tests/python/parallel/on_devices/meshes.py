@@ -62,7 +62,7 @@ def assert_trees_close(got, want, rtol=2e-6, atol=2e-6):
 def placed(mesh, parallel, *layouts):
     """Places an array in the sharding that `parallel` requires; layouts: the layouts of w_in and w_out."""
     specs = parallel.specs(*layouts)
-    tokens = dict.fromkeys(("output", "token_mask", "forced_experts", "experts", "weights"), "x")
+    tokens = dict.fromkeys(("output", "token_mask", "forced_experts", "replay", "experts", "weights"), "x")
     return lambda name, array: put(mesh, array, *specs[tokens.get(name, name)])
 
 

@@ -100,7 +100,8 @@ class Push : public Exchange {
     CHECK_OK(ab_cuda_exchange_buffer(exchange_, 0, &buffer, &bytes));
     const ab_tensor x{static_cast<char*>(buffer) + rank_ * kPushBytes, AB_UINT8, 2, {kPushBytes, 1}, nullptr};
     const ab_exec exec{sizeof(ab_exec), 0, stream, nullptr, 0};
-    const ab_exchange_all_gather_args args{sizeof(args), exchange_, 0, 0, part, 0, &x, nullptr};
+    const ab_exchange_all_gather_args args{sizeof(args), exchange_, 0,       0,       part,    0,
+                                           &x,           nullptr,   nullptr, nullptr, nullptr, nullptr};
     CHECK_OK(ab_cuda_exchange_all_gather(&args, &exec));
   }
 
@@ -163,7 +164,8 @@ class Rank : public Exchange {
     const ab_tensor x{x_, AB_UINT8, 2, {bytes, 1}, nullptr};
     const ab_tensor out{out_, AB_UINT8, 2, {bytes * ranks_, 1}, nullptr};
     const ab_exec exec{sizeof(ab_exec), 0, stream_, nullptr, 0};
-    const ab_exchange_all_gather_args args{sizeof(args), exchange_, buffer, lockstep, 0, 0, &x, stays ? nullptr : &out};
+    const ab_exchange_all_gather_args args{sizeof(args),           exchange_, buffer,  lockstep, 0,      0, &x,
+                                           stays ? nullptr : &out, nullptr,   nullptr, nullptr,  nullptr};
     CHECK_OK(ab_cuda_exchange_all_gather(&args, &exec));
     const ab_exchange_release_args release{sizeof(release), exchange_, buffer, 0};
     if (stays) CHECK_OK(ab_cuda_exchange_release(&release, &exec));

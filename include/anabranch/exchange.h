@@ -125,6 +125,13 @@ typedef struct ab_exchange_all_gather_args {
   /* [P T, D] of the dtype of x. NULL: the result stays in the buffer, in the same order, and belongs to the caller
    * until ab_cuda_exchange_release. */
   const ab_tensor* out;
+  /* Further tensors of other sizes and dtypes, each with its result, or NULL. Only with `out`, part = WHOLE and
+   * lockstep = 0. If the blocks of all tensors together have at most 1 MiB, they travel by one kernel. The buffer needs
+   * P times the bytes of all blocks, each rounded up to a multiple of 16. */
+  const ab_tensor* x_2;
+  const ab_tensor* out_2;
+  const ab_tensor* x_3;
+  const ab_tensor* out_3;
 } ab_exchange_all_gather_args;
 
 AB_API ab_status ab_cuda_exchange_all_gather(const ab_exchange_all_gather_args* args, const ab_exec* exec);

@@ -79,7 +79,7 @@ _FIELDS = {
     "t:lora_a_in,lora_b_in,lora_a_out,lora_b_out,lora_u,lora_v_in,lora_v_out,"
     "d_lora_a_in,d_lora_b_in,d_lora_a_out,d_lora_b_out e:arriving i:arriving_buffer,arriving_reserved",
     "exchange_create": "i:device,rank,ranks f:timeout b:buffer_bytes",
-    "exchange_all_gather": "e:exchange i:buffer,lockstep,part,reserved t:x,out",
+    "exchange_all_gather": "e:exchange i:buffer,lockstep,part,reserved t:x,out,x_2,out_2,x_3,out_3",
     "exchange_all_to_all": "e:exchange i:buffer,lockstep,part,reserved t:x,out",
     "exchange_release": "e:exchange i:buffer,reserved",
     "exchange_sum": "e:exchange i:buffer f:factor t:sums,addend,out",

@@ -57,7 +57,7 @@ AB_STRUCT(ab_grouped_matmul_combine_args, out, returning_reserved);
 AB_STRUCT(ab_expert_ffn_forward_args, a, arriving_reserved);
 AB_STRUCT(ab_expert_ffn_backward_args, weighted_a, arriving_reserved);
 AB_STRUCT(ab_exchange_create_args, buffer_bytes, buffer_bytes);
-AB_STRUCT(ab_exchange_all_gather_args, out, out);
+AB_STRUCT(ab_exchange_all_gather_args, out, out_3);
 AB_STRUCT(ab_exchange_all_to_all_args, out, out);
 AB_STRUCT(ab_exchange_release_args, reserved, reserved);
 AB_STRUCT(ab_exchange_sum_args, out, out);

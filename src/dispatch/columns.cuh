@@ -19,9 +19,9 @@ struct PartsBlock {
 };
 
 // Part `part` of a row of `width` elements, from the view of one lane: its vectors are kStep elements apart.
-template <int N>
+template <int N, int kVectorsOfLane = 4>
 struct Columns {
-  static constexpr int kVectors = 4;
+  static constexpr int kVectors = kVectorsOfLane;
   static constexpr int kStep = kWarp * N;
   static constexpr int kPart = kVectors * kStep;
 
@@ -40,22 +40,22 @@ struct Columns {
 };
 
 // The vectors of a lane. Vectors outside the row are neither read nor written; their value is unspecified.
-template <class T, int N>
+template <class T, int N, int kVectors = Columns<N>::kVectors>
 struct Vectors {
-  Vector<T, N> vectors[Columns<N>::kVectors];
+  Vector<T, N> vectors[kVectors];
 
   // `from` and `to` point at the first vector.
   __device__ __forceinline__ void load(const T* from, int count) {
 #pragma unroll
-    for (int v = 0; v < Columns<N>::kVectors; ++v) vectors[v].load_if(v < count, from + v * Columns<N>::kStep);
+    for (int v = 0; v < kVectors; ++v) vectors[v].load_if(v < count, from + v * Columns<N>::kStep);
   }
   __device__ __forceinline__ void store(T* to, int count) const {
 #pragma unroll
-    for (int v = 0; v < Columns<N>::kVectors; ++v) vectors[v].store_if(v < count, to + v * Columns<N>::kStep);
+    for (int v = 0; v < kVectors; ++v) vectors[v].store_if(v < count, to + v * Columns<N>::kStep);
   }
   __device__ __forceinline__ void forget() {
 #pragma unroll
-    for (int v = 0; v < Columns<N>::kVectors; ++v) vectors[v].forget();
+    for (int v = 0; v < kVectors; ++v) vectors[v].forget();
   }
   __device__ __forceinline__ const Vector<T, N>& operator[](int v) const { return vectors[v]; }
 };

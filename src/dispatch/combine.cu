@@ -15,36 +15,37 @@ namespace {
 constexpr int kResidentBlocks = 5;
 
 // Prefetches the lane's part of addend[t]; `from` points at its first column.
-template <int N, class Addend>
+template <int N, int kVectors, class Addend>
 __device__ __forceinline__ void prefetch_addend(const Addend* from, int count) {
 #pragma unroll
-  for (int v = 0; v < Columns<N>::kVectors; ++v) prefetch_if(v < count, from + v * Columns<N>::kStep);
+  for (int v = 0; v < kVectors; ++v) prefetch_if(v < count, from + v * Columns<N>::kStep);
 }
 
 // Adds the lane's part of addend[t]. The vectors have as many elements as those of the sums, and are loaded up to 16
 // bytes at a time.
-template <int N, class Addend>
-__device__ __forceinline__ void add_addend(const Addend* from, int count, float (&sums)[Columns<N>::kVectors][N]) {
+template <int N, int kVectors, class Addend>
+__device__ __forceinline__ void add_addend(const Addend* from, int count, float (&sums)[kVectors][N]) {
   constexpr int kElements = std::min<int>(N, kAccessBytes / sizeof(Addend));
-  Vector<Addend, kElements> loaded[Columns<N>::kVectors][N / kElements];
+  Vector<Addend, kElements> loaded[kVectors][N / kElements];
 #pragma unroll
-  for (int v = 0; v < Columns<N>::kVectors; ++v) {
+  for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
     for (int i = 0; i < N / kElements; ++i) {
       loaded[v][i].load_if(v < count, from + v * Columns<N>::kStep + i * kElements);
     }
   }
 #pragma unroll
-  for (int v = 0; v < Columns<N>::kVectors; ++v) {
+  for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
     for (int j = 0; j < N; ++j) sums[v][j] = __fadd_rn(sums[v][j], loaded[v][j / kElements][j % kElements]);
   }
 }
 
-template <class Row, class Out, int N>
+// kVectors: per lane and row. Narrow rows have fewer, of more rows at a time.
+template <class Row, class Out, int N, int kVectors>
 __global__ void __launch_bounds__(PartsBlock::kThreads, kResidentBlocks)
     sum_rows(const GatherSum sum, const int64_t parts) {
-  constexpr int kRows = kRowsInFlight<N * sizeof(Row)>;
+  constexpr int kRows = kRowsInFlight<N * sizeof(Row)> * Columns<N>::kVectors / kVectors;
   __shared__ int32_t rows[PartsBlock::kWarps][SlotList::kCapacity];
   __shared__ int32_t slots[PartsBlock::kWarps][SlotList::kCapacity];
   wait_for_previous_kernel();
@@ -54,10 +55,10 @@ __global__ void __launch_bounds__(PartsBlock::kThreads, kResidentBlocks)
   const int64_t item = static_cast<int64_t>(blockIdx.x) * PartsBlock::kWarps + warp_index();
   const int64_t t = item / parts;
   if (t >= maps.T) return;
-  const Columns<N> columns(item - t * parts, width);
+  const Columns<N, kVectors> columns(item - t * parts, width);
   const Row* from = reinterpret_cast<const Row*>(sum.rows.data) + columns.first;
   const int warp = warp_index();
-  float sums[Columns<N>::kVectors][N] = {};
+  float sums[kVectors][N] = {};
 
   // Calls f with the lane's first column of addend[t].
   const auto with_addend = [&](const auto& f) {
@@ -67,11 +68,11 @@ __global__ void __launch_bounds__(PartsBlock::kThreads, kResidentBlocks)
     });
   };
   // Only prefetch the addend: the sums and the rows in flight leave no registers for it.
-  with_addend([&](const auto* from) { prefetch_addend<N>(from, columns.count); });
+  with_addend([&](const auto* from) { prefetch_addend<N, kVectors>(from, columns.count); });
 
   const auto add_rows = [&](int begin, int end, float weights) {
     for (; begin < end; begin += kRows) {
-      Vectors<Row, N> loaded[kRows];
+      Vectors<Row, N, kVectors> loaded[kRows];
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
         const bool in_bounds = begin + i < end;
@@ -82,7 +83,7 @@ __global__ void __launch_bounds__(PartsBlock::kThreads, kResidentBlocks)
         const float weight = __shfl_sync(kAllLanes, weights, begin + i);
         if (begin + i >= end) continue;
 #pragma unroll
-        for (int v = 0; v < Columns<N>::kVectors; ++v) {
+        for (int v = 0; v < kVectors; ++v) {
 #pragma unroll
           for (int j = 0; j < N; ++j) {  // round the product before the addition, as the CPU does
             sums[v][j] = __fadd_rn(sums[v][j], __fmul_rn(weight, loaded[i][v][j]));
@@ -104,19 +105,23 @@ __global__ void __launch_bounds__(PartsBlock::kThreads, kResidentBlocks)
         }
       });
 
-  with_addend([&](const auto* from) { add_addend<N>(from, columns.count, sums); });
+  with_addend([&](const auto* from) { add_addend<N, kVectors>(from, columns.count, sums); });
 
-  Vectors<Out, N> out;
+  Vectors<Out, N, kVectors> out;
 #pragma unroll
-  for (int v = 0; v < Columns<N>::kVectors; ++v) out.vectors[v] = Vector<Out, N>::from(sums[v]);
+  for (int v = 0; v < kVectors; ++v) out.vectors[v] = Vector<Out, N>::from(sums[v]);
   out.store(reinterpret_cast<Out*>(sum.out.data) + t * sum.out.D + columns.first, columns.count);
 }
 
-template <class Row, class Out, int N>
+template <class Row, class Out, int N, int kVectors = Columns<N>::kVectors>
 ab_status launch_sum(const GatherSum& sum, cudaStream_t stream) {
-  const int64_t parts = Columns<N>::parts(sum.rows.D);
+  if constexpr (N == kAccessBytes / 2 && kVectors == Columns<N>::kVectors) {  // 16 bits
+    if (sum.rows.D <= Columns<N, kVectors / 2>::kPart) return launch_sum<Row, Out, N, kVectors / 2>(sum, stream);
+  }
+  const int64_t parts = Columns<N, kVectors>::parts(sum.rows.D);
   const int64_t blocks = (sum.maps.T * parts + PartsBlock::kWarps - 1) / PartsBlock::kWarps;
-  return launch("combine", sum_rows<Row, Out, N>, {blocks, PartsBlock::kThreads, 0, stream, true}, sum, parts);
+  return launch("combine", sum_rows<Row, Out, N, kVectors>, {blocks, PartsBlock::kThreads, 0, stream, true}, sum,
+                parts);
 }
 
 }  // namespace

@@ -71,6 +71,43 @@ void fill(const Args* args, Operation operation, Operation small_operation, int6
 
 int64_t bytes_of(const ab_tensor& x) { return x.shape[0] * x.shape[1] * dtype_size(x.dtype); }
 
+int64_t padded(int64_t bytes) { return (bytes + 15) / 16 * 16; }
+
+// The further tensors of an all_gather.
+ab_status check_more(const ab_exchange_all_gather_args& args, const Shape& shape, Call* call) {
+  const struct {
+    const char* name;
+    const ab_tensor* x;
+    const char* out_name;
+    const ab_tensor* out;
+  } tensors[kMoreTensors] = {{"x_2", args.x_2, "out_2", args.out_2}, {"x_3", args.x_3, "out_3", args.out_3}};
+  int64_t all = call->bytes;
+  int64_t needed = padded(shape.ranks * call->bytes);
+  for (const auto& [name, x, out_name, out] : tensors) {
+    if (x == nullptr && out == nullptr) continue;
+    if (call->stays_in_buffer || call->part != AB_EXCHANGE_WHOLE || call->lockstep) {
+      return AB_INVALID("%s: got a tensor, expected NULL unless `out` is given, part is WHOLE and lockstep is 0", name);
+    }
+    AB_RETURN_IF_ERROR(check_tensor(name, x, kDtypes, {{"T"}, {"D"}}));
+    AB_RETURN_IF_ERROR(
+        check_tensor(out_name, out, 1u << x->dtype, {{"P T", shape.ranks * x->shape[0]}, {"D", x->shape[1]}}));
+    const int64_t bytes = bytes_of(*x);
+    call->more[call->num_more++] = {data<const char>(x), data<char>(out), bytes};
+    all += bytes;
+    needed += padded(shape.ranks * bytes);
+  }
+  if (call->num_more == 0) return ok();
+  if (needed > shape.buffer_bytes[call->buffer]) {
+    return AB_INVALID(
+        "x_2, x_3: got tensors that need %lld bytes together with x, expected at most the %lld bytes of "
+        "buffer %d",
+        static_cast<long long>(needed), static_cast<long long>(shape.buffer_bytes[call->buffer]), call->buffer);
+  }
+  const bool is_small = all <= kSmallBytesOfSeveral;
+  call->operation = is_small ? Operation::small_all_gather : Operation::all_gather;
+  return ok();
+}
+
 }  // namespace
 
 ab_status check_create(const ab_exchange_create_args* args, const char* variable, Shape* shape, uint64_t* limit) {
@@ -109,7 +146,8 @@ ab_status check_all_gather(const ab_exchange_all_gather_args* args, const Shape&
   AB_RETURN_IF_ERROR(check_optional("out", args->out, 1u << args->x->dtype,
                                     {{"P T", shape.ranks * args->x->shape[0]}, {"D", args->x->shape[1]}}));
   fill(args, Operation::all_gather, Operation::small_all_gather, bytes_of(*args->x), call);
-  return check_call(args, shape, *call);
+  AB_RETURN_IF_ERROR(check_call(args, shape, *call));
+  return check_more(*args, shape, call);
 }
 
 ab_status check_all_to_all(const ab_exchange_all_to_all_args* args, const Shape& shape, Call* call) {

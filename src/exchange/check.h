@@ -26,6 +26,17 @@ ab_status check_create(const ab_exchange_create_args* args, const char* variable
 // whole and is not in lockstep. For larger blocks the copy engines are faster and take no SMs.
 constexpr int64_t kSmallBytes = 512 << 10;
 
+// The limit for several tensors together, whose blocks would otherwise be moved one after another.
+constexpr int64_t kSmallBytesOfSeveral = 2 * kSmallBytes;
+constexpr int kMoreTensors = 2;
+
+// A further tensor of an all_gather.
+struct MoreBlocks {
+  const char* x = nullptr;
+  char* out = nullptr;
+  int64_t bytes = 0;
+};
+
 // A checked call: this rank sends `bytes` bytes to every rank, from x + d * stride to rank d.
 struct Call {
   Operation operation = Operation::none;
@@ -37,6 +48,8 @@ struct Call {
   const char* x = nullptr;
   char* out = nullptr;  // of ranks * bytes bytes
   bool stays_in_buffer = false;
+  MoreBlocks more[kMoreTensors];
+  int num_more = 0;
 
   bool is_small() const { return operation == Operation::small_all_gather || operation == Operation::small_all_to_all; }
 };

@@ -70,7 +70,7 @@ TEST(ExchangeCreate, TheTimeLimitIsTheOptionThenTheVariableThenTheDefault) {
 Shape shape_of(int32_t rank, int32_t ranks, int64_t bytes) { return {rank, ranks, {0, bytes, 0, 0}}; }
 
 ab_exchange_all_gather_args gather_args(const ab_tensor* x, const ab_tensor* out) {
-  return {sizeof(ab_exchange_all_gather_args), nullptr, 1, 0, 0, 0, x, out};
+  return {sizeof(ab_exchange_all_gather_args), nullptr, 1, 0, 0, 0, x, out, nullptr, nullptr, nullptr, nullptr};
 }
 ab_exchange_all_to_all_args regions_args(const ab_tensor* x, const ab_tensor* out) {
   return {sizeof(ab_exchange_all_to_all_args), nullptr, 1, 1, 0, 0, x, out};
@@ -110,7 +110,8 @@ TEST(ExchangeCalls, SmallBlocksWithAnOutputAreMovedByOneKernel) {
     const ab_tensor x{&memory, AB_UINT8, 2, {bytes, 1}, nullptr};
     const ab_tensor out{&memory, AB_UINT8, 2, {2 * bytes, 1}, nullptr};
     const ab_tensor* const to = has_out ? &out : nullptr;
-    const ab_exchange_all_gather_args args{sizeof(args), nullptr, 1, lockstep, part, 0, &x, to};
+    const ab_exchange_all_gather_args args{sizeof(args), nullptr, 1,       lockstep, part,    0,
+                                           &x,           to,      nullptr, nullptr,  nullptr, nullptr};
     Call call;
     EXPECT_OK(check_all_gather(&args, shape, &call));
     EXPECT_EQ(call.is_small(), call.operation == Operation::small_all_gather);

@@ -299,7 +299,8 @@ TEST(ExchangeWithoutCuda, CallsNameTheirArguments) {
   EXPECT_REFUSED(ab_cuda_exchange_connect(nullptr, bytes, 512), AB_INVALID_ARGUMENT, "exchange: got NULL");
   EXPECT_REFUSED(ab_cuda_exchange_check(nullptr), AB_INVALID_ARGUMENT, "exchange: got NULL");
   EXPECT_OK(ab_cuda_exchange_destroy(nullptr));
-  const ab_exchange_all_gather_args gather{sizeof(gather), nullptr, 0, 0, 0, 0, nullptr, nullptr};
+  const ab_exchange_all_gather_args gather{sizeof(gather), nullptr, 0,       0,       0,       0,
+                                           nullptr,        nullptr, nullptr, nullptr, nullptr, nullptr};
   EXPECT_REFUSED(ab_cuda_exchange_all_gather(&gather, nullptr), AB_INVALID_ARGUMENT, "exchange: got NULL");
   const ab_exchange_all_to_all_args regions{sizeof(regions), nullptr, 0, 0, 0, 0, nullptr, nullptr};
   EXPECT_REFUSED(ab_cuda_exchange_all_to_all(&regions, nullptr), AB_INVALID_ARGUMENT, "exchange: got NULL");

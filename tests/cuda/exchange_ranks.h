@@ -23,7 +23,24 @@ struct Step {
   bool parts;  // made in two parts
   int64_t x_at;
   int64_t out_at;
+  bool several = false;  // x and the result are three tensors each
 };
+
+// A tensor of a call.
+struct Piece {
+  int64_t bytes;  // of a block
+  int64_t x_at;
+  int64_t out_at;
+};
+
+inline std::vector<Piece> pieces_of(const Step& step, int ranks) {
+  if (!step.several) return {{step.bytes, step.x_at, step.out_at}};
+  const int64_t first = step.bytes / 3;
+  const int64_t second = step.bytes / 5;
+  return {{first, step.x_at, step.out_at},
+          {second, step.x_at + first, step.out_at + ranks * first},
+          {step.bytes - first - second, step.x_at + first + second, step.out_at + ranks * (first + second)}};
+}
 
 inline unsigned char pattern(int rank, int64_t i) {
   return static_cast<unsigned char>((static_cast<uint64_t>(i) * 2654435761u >> 15) + static_cast<uint64_t>(rank) * 97);
@@ -48,21 +65,33 @@ struct Script {
       const int64_t unit = aligned ? 16 : 1;
       const auto x_at = static_cast<int64_t>(random() % 50000) * unit % kMaxBlock;
       out_bytes += aligned ? (16 - out_bytes % 16) % 16 : static_cast<int64_t>(random() % 4);
-      steps.push_back({random() % 2 == 0, static_cast<int>(random() % 3), bytes, random() % 4 == 0, random() % 3 == 0,
-                       random() % 3 == 0, x_at, out_bytes});
+      Step step{random() % 2 == 0,
+                static_cast<int>(random() % 3),
+                bytes,
+                random() % 4 == 0,
+                random() % 3 == 0,
+                random() % 3 == 0,
+                x_at,
+                out_bytes};
+      step.several = step.gathers && !step.lockstep && !step.stays && !step.parts;
+      steps.push_back(step);
       out_bytes += bytes * ranks;
     }
   }
-  int64_t buffer_bytes() const { return ranks * kMaxBlock; }
+  int64_t buffer_bytes() const { return ranks * kMaxBlock + 64; }  // several tensors are padded
 
   // The number of bytes in the results of a rank that are wrong.
   int64_t wrong_bytes(int rank, const std::vector<unsigned char>& out) const {
     int64_t wrong = 0;
     for (const Step& step : steps) {
-      for (int source = 0; source < ranks; ++source) {
-        const int64_t from = step.x_at + (step.gathers ? 0 : rank * step.bytes);
-        const int64_t at = step.out_at + source * step.bytes;
-        for (int64_t i = 0; i < step.bytes; ++i) wrong += out[static_cast<size_t>(at + i)] != pattern(source, from + i);
+      for (const Piece& piece : pieces_of(step, ranks)) {
+        for (int source = 0; source < ranks; ++source) {
+          const int64_t from = piece.x_at + (step.gathers ? 0 : rank * piece.bytes);
+          const int64_t at = piece.out_at + source * piece.bytes;
+          for (int64_t i = 0; i < piece.bytes; ++i) {
+            wrong += out[static_cast<size_t>(at + i)] != pattern(source, from + i);
+          }
+        }
       }
     }
     return wrong;
@@ -112,13 +141,21 @@ class ExchangeRank {
   // Enqueues a call on a stream; returns its status.
   ab_status call(const Step& step, cudaStream_t on) {
     const int64_t rows = step.bytes * script_.ranks;
-    ab_tensor x{x_ + step.x_at, AB_UINT8, 2, {step.gathers ? step.bytes : rows, 1}, nullptr};
-    ab_tensor out{out_ + step.out_at, AB_UINT8, 2, {rows, 1}, nullptr};
+    ab_tensor x[3]{};
+    ab_tensor out[3]{};
+    const std::vector<Piece> pieces = pieces_of(step, script_.ranks);
+    for (size_t i = 0; i < pieces.size(); ++i) {
+      const int64_t all = pieces[i].bytes * script_.ranks;
+      x[i] = {x_ + pieces[i].x_at, AB_UINT8, 2, {step.gathers ? pieces[i].bytes : all, 1}, nullptr};
+      out[i] = {out_ + pieces[i].out_at, AB_UINT8, 2, {all, 1}, nullptr};
+    }
     const ab_exec exec{sizeof(ab_exec), 0, on, nullptr, 0};
-    const ab_tensor* const to = step.stays ? nullptr : &out;
+    const ab_tensor* const to = step.stays ? nullptr : out;
+    const auto more = [&](ab_tensor* tensors, size_t i) { return i < pieces.size() ? tensors + i : nullptr; };
     const auto run_part = [&](int32_t part) {
-      const ab_exchange_all_gather_args gather{sizeof(gather), exchange, step.buffer, step.lockstep, part, 0, &x, to};
-      const ab_exchange_all_to_all_args regions{sizeof(regions), exchange, step.buffer, step.lockstep, part, 0, &x, to};
+      const ab_exchange_all_gather_args gather{sizeof(gather), exchange,     step.buffer, step.lockstep, part, 0, x, to,
+                                               more(x, 1),     more(out, 1), more(x, 2),  more(out, 2)};
+      const ab_exchange_all_to_all_args regions{sizeof(regions), exchange, step.buffer, step.lockstep, part, 0, x, to};
       return step.gathers ? ab_cuda_exchange_all_gather(&gather, &exec) : ab_cuda_exchange_all_to_all(&regions, &exec);
     };
     ab_status status = run_part(step.parts ? AB_EXCHANGE_START : AB_EXCHANGE_WHOLE);
@@ -127,7 +164,7 @@ class ExchangeRank {
     void* buffer = nullptr;
     int64_t bytes = 0;
     EXPECT_OK(ab_cuda_exchange_buffer(exchange, step.buffer, &buffer, &bytes));
-    EXPECT_CUDA(cudaMemcpyAsync(out.data, buffer, static_cast<size_t>(rows), cudaMemcpyDeviceToDevice, on));
+    EXPECT_CUDA(cudaMemcpyAsync(out[0].data, buffer, static_cast<size_t>(rows), cudaMemcpyDeviceToDevice, on));
     const ab_exchange_release_args release{sizeof(release), exchange, step.buffer, 0};
     return ab_cuda_exchange_release(&release, &exec);
   }

@@ -53,8 +53,21 @@ ab_status join(const ab_exchange& exchange, int buffer, cudaStream_t stream) {
 }
 
 ab_status run_small(const ab_exchange& exchange, const Call& call, cudaStream_t stream) {
-  SmallCall small{call.operation, call.buffer, call.bytes, call.stride, call.x, call.out, {}};
+  SmallCall small{};
+  small.operation = call.operation;
+  small.buffer = call.buffer;
   for (int r = 0; r < exchange.shape.ranks; ++r) small.places[r] = buffer_of(exchange, r, call.buffer);
+  const auto add = [&](int64_t bytes, int64_t stride, const char* x, char* out) {
+    int64_t offset = 0;
+    if (small.count > 0) {
+      const SmallBlocks& before = small.tensors[small.count - 1];
+      offset = before.offset + (exchange.shape.ranks * before.bytes + 15) / 16 * 16;
+    }
+    small.tensors[small.count++] = {bytes, stride, x, out, offset, 0};
+    small.bytes += bytes;
+  };
+  add(call.bytes, call.stride, call.x, call.out);
+  for (int i = 0; i < call.num_more; ++i) add(call.more[i].bytes, 0, call.more[i].x, call.more[i].out);
   return launch_small_call(exchange.group, small, stream);
 }
 
@@ -87,8 +100,18 @@ ab_status run(ab_exchange* exchange, const Call& call, cudaStream_t stream) {
   switch (call.part) {
     case AB_EXCHANGE_START: return start(*exchange, call, stream);
     case AB_EXCHANGE_FINISH: return finish(*exchange, call, stream);
-    default: return call.is_small() ? run_small(*exchange, call, stream) : run_whole(*exchange, call, stream);
+    default: break;
   }
+  if (call.is_small()) return run_small(*exchange, call, stream);
+  AB_RETURN_IF_ERROR(run_whole(*exchange, call, stream));
+  for (int i = 0; i < call.num_more; ++i) {
+    Call next = call;
+    next.x = call.more[i].x;
+    next.out = call.more[i].out;
+    next.bytes = call.more[i].bytes;
+    AB_RETURN_IF_ERROR(run_whole(*exchange, next, stream));
+  }
+  return ok();
 }
 
 template <class Args>

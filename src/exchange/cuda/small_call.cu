@@ -15,21 +15,21 @@ using exchange::Flags;
 using exchange::Group;
 using exchange::Word;
 
-// A block of the grid moves one slice of the block of every rank.
+// A block of the grid moves one slice of the block of every rank, of every tensor.
 constexpr int kMaxSlices = exchange::kPhases;
 constexpr int64_t kMinSliceBytes = 8 << 10;
 static_assert(exchange::kMaxRanks <= kWarp, "the first warp has a thread per rank");
 static_assert(kCopyThreads > kWarp, "the second warp numbers the block");
 
-struct Slices {
-  int count;      // the number of blocks of the grid
-  int64_t bytes;  // of each but the last
-};
+// The number of slices, for a call with this many bytes per rank.
+int64_t slices_of(int64_t bytes) {
+  return std::clamp<int64_t>((bytes + kMinSliceBytes - 1) / kMinSliceBytes, 1, kMaxSlices);
+}
 
-Slices slices_of(int64_t bytes) {
-  const int64_t count = std::clamp<int64_t>((bytes + kMinSliceBytes - 1) / kMinSliceBytes, 1, kMaxSlices);
-  const int64_t unit = count * kAccessBytes;
-  return {static_cast<int>(count), (bytes + unit - 1) / unit * kAccessBytes};
+// The bytes of each slice but the last.
+int64_t slice_bytes(int64_t bytes, int64_t slices) {
+  const int64_t unit = slices * kAccessBytes;
+  return (bytes + unit - 1) / unit * kAccessBytes;
 }
 
 // The number of this block: how many blocks of the grid started before. Returned to all threads.
@@ -47,7 +47,7 @@ __device__ __forceinline__ int start_block(uint32_t* started_blocks) {
 // have acquire semantics, and a barrier follows before the other threads of their block read the data.
 template <class Bytes>
 __global__ void __launch_bounds__(kCopyThreads)
-    run_small_call(const Group group, const SmallCall call, const int64_t slice_bytes) {
+    run_small_call(const Group group, const __grid_constant__ SmallCall call) {
   const DeviceProtocol protocol(group);
   Flags& flags = *group.flags[group.rank];
   const auto rank = static_cast<int>(threadIdx.x);
@@ -59,33 +59,46 @@ __global__ void __launch_bounds__(kCopyThreads)
     may_push = protocol.await_release(call.buffer, rank);
   }
   const int slice = start_block(&flags.started_blocks[call.buffer]);
-  const int64_t begin = slice * slice_bytes;
-  const int64_t count = max(min(slice_bytes, call.bytes - begin), int64_t{0}) / static_cast<int64_t>(sizeof(Bytes));
-  const auto copy_slice = [&](const char* from, char* to) {
-    copy(reinterpret_cast<const Bytes*>(from + begin), reinterpret_cast<Bytes*>(to + begin), count);
+  const auto copy_slice = [&](const SmallBlocks& blocks, const char* from, char* to) {
+    const int64_t begin = slice * blocks.slice_bytes;
+    const int64_t count = max(min(blocks.slice_bytes, blocks.bytes - begin), int64_t{0});
+    copy(reinterpret_cast<const Bytes*>(from + begin), reinterpret_cast<Bytes*>(to + begin),
+         count / static_cast<int64_t>(sizeof(Bytes)));
   };
 
   // Without permission nothing is pushed: the exchange is broken on all ranks, so no peer waits for the slice.
   if (__syncthreads_and(may_push)) {
     for (int step = 1; step < group.ranks; ++step) {
       const int to = (group.rank + step) % group.ranks;
-      copy_slice(call.x + to * call.stride, call.places[to] + group.rank * call.bytes);
+      for (int i = 0; i < call.count; ++i) {
+        const SmallBlocks& blocks = call.tensors[i];
+        copy_slice(blocks, blocks.x + to * blocks.stride, call.places[to] + blocks.offset + group.rank * blocks.bytes);
+      }
     }
     __syncthreads();  // all threads have pushed
     if (handles_rank && rank != group.rank) protocol.signal(call.buffer, slice, rank, use);
   }
-  copy_slice(call.x + group.rank * call.stride, call.out + group.rank * call.bytes);
+  for (int i = 0; i < call.count; ++i) {
+    const SmallBlocks& blocks = call.tensors[i];
+    copy_slice(blocks, blocks.x + group.rank * blocks.stride, blocks.out + group.rank * blocks.bytes);
+  }
   if (handles_rank && protocol.await_arrival(call.buffer, slice, rank, use)) {
     protocol.forget_arrival(call.buffer, slice, rank);
   }
   __syncthreads();  // the slices of all peers have arrived
   for (int step = 1; step < group.ranks; ++step) {
     const int source = (group.rank + step) % group.ranks;
-    copy_slice(call.places[group.rank] + source * call.bytes, call.out + source * call.bytes);
+    for (int i = 0; i < call.count; ++i) {
+      const SmallBlocks& blocks = call.tensors[i];
+      copy_slice(blocks, call.places[group.rank] + blocks.offset + source * blocks.bytes,
+                 blocks.out + source * blocks.bytes);
+    }
   }
 
   if (!is_last_block(&flags.finished_blocks[call.buffer])) return;
-  if (!has_read_valid_data(protocol)) fill_with_ones(call.out, group.ranks * call.bytes);
+  if (!has_read_valid_data(protocol)) {
+    for (int i = 0; i < call.count; ++i) fill_with_ones(call.tensors[i].out, group.ranks * call.tensors[i].bytes);
+  }
   if (handles_rank) protocol.release(call.buffer, rank, use);
   if (rank == 0) {
     flags.started_blocks[call.buffer] = 0;
@@ -102,12 +115,17 @@ ab_status load_small_call() {
   return ok();
 }
 
-ab_status launch_small_call(const Group& group, const SmallCall& call, cudaStream_t stream) {
-  const Slices slices = slices_of(call.bytes);
-  const int bytes = common_alignment({address(call.x), address(call.out), static_cast<uintptr_t>(call.bytes)});
-  return with_word(bytes, [&]<class Bytes>(Bytes) {
-    return launch("exchange small call", run_small_call<Bytes>, {slices.count, kCopyThreads, 0, stream}, group, call,
-                  slices.bytes);
+ab_status launch_small_call(const Group& group, SmallCall call, cudaStream_t stream) {
+  const int64_t slices = slices_of(call.bytes);
+  int alignment = kAccessBytes;
+  for (int i = 0; i < call.count; ++i) {
+    SmallBlocks& blocks = call.tensors[i];
+    blocks.slice_bytes = slice_bytes(blocks.bytes, slices);
+    alignment = std::min(
+        alignment, common_alignment({address(blocks.x), address(blocks.out), static_cast<uintptr_t>(blocks.bytes)}));
+  }
+  return with_word(alignment, [&]<class Bytes>(Bytes) {
+    return launch("exchange small call", run_small_call<Bytes>, {slices, kCopyThreads, 0, stream}, group, call);
   });
 }
 

@@ -19,18 +19,31 @@ struct Search {
   bool rounds_up;
 };
 
-// The first row in [begin, end) whose slot is at least `slot`, or end. Padding is at the end of a group.
-__device__ int32_t find_row(const RowMap& map, int32_t begin, int32_t end, int32_t slot) {
-  while (begin < end) {
-    const int32_t middle = begin + (end - begin) / 2;
-    const int32_t found = map.slot_of(middle);
-    if (found >= 0 && found < slot) {
-      begin = middle + 1;
-    } else {
-      end = middle;
+// Finds, in [begin, end), the first rows whose slots are at least two given ones, or end. Padding is at the end of a
+// group. Both searches wait for memory at the same time.
+__device__ int2 find_rows(const RowMap& map, int32_t begin, int32_t end, int32_t first_slot, int32_t end_slot) {
+  int32_t begins[] = {begin, begin};
+  int32_t ends[] = {end, end};
+  const int32_t slots[] = {first_slot, end_slot};
+  while (begins[0] < ends[0] || begins[1] < ends[1]) {
+    int32_t middles[2];
+    int32_t found[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      middles[i] = begins[i] + (ends[i] - begins[i]) / 2;
+      found[i] = begins[i] < ends[i] ? map.slot_of(middles[i]) : -1;
+    }
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (begins[i] >= ends[i]) continue;
+      if (found[i] >= 0 && found[i] < slots[i]) {
+        begins[i] = middles[i] + 1;
+      } else {
+        ends[i] = middles[i];
+      }
     }
   }
-  return begin;
+  return {begins[0], begins[1]};
 }
 
 // Rounds a number of rows of a group of `size` rows to whole tiles, or to its end.
@@ -53,10 +66,9 @@ __global__ void __launch_bounds__(kMaxThreads) find_bounds(const Search search, 
     if (group >= groups.E) continue;
     const auto begin = static_cast<int32_t>(min(before, static_cast<int64_t>(groups.R)));
     const auto end = static_cast<int32_t>(min(before + size, static_cast<int64_t>(groups.R)));
-    const int32_t low = find_row(search.map, begin, end, search.first_slot) - begin;
-    const int32_t high = find_row(search.map, begin + low, end, search.end_slot) - begin;
-    const int32_t from = round(low, end - begin, !search.rounds_up);
-    const int32_t to = round(high, end - begin, search.rounds_up);
+    const int2 rows = find_rows(search.map, begin, end, search.first_slot, search.end_slot);
+    const int32_t from = round(rows.x - begin, end - begin, !search.rounds_up);
+    const int32_t to = round(rows.y - begin, end - begin, search.rounds_up);
     bounds[2 * group] = begin + from;
     bounds[2 * group + 1] = begin + max(from, to);
   }

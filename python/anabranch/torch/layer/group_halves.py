@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from anabranch.torch.binding import private
 from anabranch.torch.ops import torch_ops
 from anabranch.torch.ops.gradients import FROM_DH, request, requested_names
 from anabranch.torch.parallel.exchange import Passed, Route, Sending, Transport
@@ -40,17 +41,19 @@ class StepByStep:
         return unpack(self._chosen.arrived(route, sending), D)
 
     def experts(
-        self, x: Tensor, sending: Sending, experts: Tensor, weights: Tensor, network: Any, early: bool
+        self, x: Tensor, sending: Sending, experts: Tensor, weights: Tensor, counts: Tensor, network: Any, early: bool
     ) -> Passed:
         """The forward pass of tokens x that have been started.
 
         Args:
           experts: int32 [T, K], numbered over all ranks; -1: no expert.
           weights: float32 [T, K].
+          counts: int32 [n], added up over the ranks while the experts compute.
           network: the arguments NETWORK of `experts`.
           early: whether weights multiply before w_out.
         """
         chosen = self._chosen
+        counting = private.collectives.all_reduce(counts, "sum", chosen.ranks.group)
         route = chosen.plan(experts)
         there = chosen.send_weights(route, weights) if early or chosen.weights_there else None
         arrived: tuple[Any, ...]
@@ -64,7 +67,7 @@ class StepByStep:
         )
         output = chosen.collect(route, chosen.start_return(sums), None if there is not None else weights, x.dtype)
         there = weights.new_empty((0,)) if there is None else there
-        return Passed(*(output, *saved, there, route))
+        return Passed(*(output, private.collectives.wait_tensor(counting), *saved, there, route))
 
     def hidden(
         self, d_output: Tensor, x: Tensor, route: Route, weights: Tensor, there: Tensor, h: Tensor, rest: Any
@@ -141,16 +144,16 @@ class InOneCall:
         return self._chosen.start(tokens)
 
     def experts(
-        self, x: Tensor, sending: Sending, experts: Tensor, weights: Tensor, network: Any, early: bool
+        self, x: Tensor, sending: Sending, experts: Tensor, weights: Tensor, counts: Tensor, network: Any, early: bool
     ) -> Passed:
         """See StepByStep."""
         ranks = self._chosen.ranks
-        *results, row_of_slot, slot_of_row, group_sizes = experts_op(
-            sending.tokens, sending.arriving, experts, weights, ranks.rows("p2p"), ranks.ranks, ranks.rank,
-            ranks.align_size, *network, ranks.group,
+        output, *saved, all_counts, row_of_slot, slot_of_row, group_sizes = experts_op(
+            sending.tokens, sending.arriving, experts, weights, counts[None], ranks.rows("p2p"), ranks.ranks,
+            ranks.rank, ranks.align_size, *network, ranks.group,
         )  # fmt: skip
         route = Route(row_of_slot, slot_of_row, group_sizes, experts.new_empty((0,)), experts.new_empty((0,)))
-        return Passed(*(*results, route))
+        return Passed(*(output, all_counts.sum(0, dtype=torch.int32), *saved, route))
 
     def hidden(
         self, d_output: Tensor, x: Tensor, route: Route, weights: Tensor, there: Tensor, h: Tensor, rest: Any

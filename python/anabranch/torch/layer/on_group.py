@@ -25,7 +25,6 @@ from anabranch.torch.ops.gradients import FROM_DH, OPERANDS, request
 from anabranch.torch.ops.quantized import backward_operands, forward_operands
 from anabranch.torch.ops.router import logits_gradient
 from anabranch.torch.parallel.alike import compare_options
-from anabranch.torch.parallel.counts import CountsOnTheWay
 from anabranch.torch.parallel.exchange import Ranks, Route, drop_over_capacity
 from anabranch.torch.parallel.transports import transport
 
@@ -116,7 +115,10 @@ def _forward(config: GroupConfig, operands: Operands) -> GroupOutput:
         routing = route_tokens(layer.router, logits, operands, requested)
         weights, experts, counts, score_sum, lse, histogram, weighed = routing
     remaining, weights, dropped = drop_over_capacity(ranks, experts, weights)
-    adding = CountsOnTheWay(ranks, counts, invalid + dropped, histogram)
+    by_source = dropped.new_zeros(ranks.ranks)
+    by_source[ranks.rank] = invalid + dropped
+    own = counts, by_source, histogram
+    packed = torch.cat([values.reshape(-1) for values in own])
     network = (
         cast_weight(layer.network, operands.w_in, x.dtype),
         operands.b_in,
@@ -126,15 +128,17 @@ def _forward(config: GroupConfig, operands: Operands) -> GroupOutput:
         *factor_arguments(operands.factors()),
         *_network(config, passes.topk),
     )
-    passed = passes.experts(x, sending, remaining, weights, network, layer.network.weight_early)
+    passed = passes.experts(x, sending, remaining, weights, packed, network, layer.network.weight_early)
     if layer.router is None:
         weights, experts = no_floats.clone(), no_integers.clone()
     elif operands.gate is None:
         logits = no_floats  # an autograd function must not return an argument
     weighed = no_integers.clone() if weighed is None else weighed
-    *saved, route = passed[1:]
+    parts = passed.counts.split([values.numel() for values in own])
+    of_all = [part.clone().view_as(values) for part, values in zip(parts, own, strict=True)]
+    *saved, route = passed[2:]
     return GroupOutput(
-        *(passed.output, counts, *adding.wait(), weights, experts, score_sum, lse, *saved, logits, weighed, *route)
+        *(passed.output, counts, *of_all, weights, experts, score_sum, lse, *saved, logits, weighed, *route)
     )
 
 

@@ -120,10 +120,12 @@ class Returning(NamedTuple):
 
 
 class Passed(NamedTuple):
-    """The results of the experts for the tokens of a rank; all but the output are kept for the backward pass."""
+    """The results of the experts for the tokens of a rank; those after `counts` are kept for the backward pass."""
 
     output: Tensor
     """[T, D]"""
+    counts: Tensor
+    """int32 [n], sums over the ranks."""
     h: Tensor
     lora_u: Tensor
     lora_copies: Tensor

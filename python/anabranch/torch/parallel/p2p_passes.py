@@ -92,20 +92,23 @@ class Pass:
         return results
 
 
-def _allocate_experts(tokens, x, experts, weights, rows, ranks, rank, align_size, *network):
+def _padded(num_bytes):
+    return -(-num_bytes // 16) * 16
+
+
+def _allocate_experts(tokens, x, experts, weights, counts, rows, ranks, rank, align_size, *network):
     arrived = experts.shape[0] * ranks, experts.shape[1]
     maps = experts.new_empty(arrived), experts.new_empty((rows,)), experts.new_empty((local_experts(*network),))
     _, h, u, copies = allocate_experts(x, None, None, None, *maps, *network)
-    return tokens.new_empty(tokens.shape), h, u, copies, weights.new_empty(arrived), *maps
+    all_counts = counts.new_empty((ranks, counts.shape[1]))
+    return tokens.new_empty(tokens.shape), h, u, copies, weights.new_empty(arrived), all_counts, *maps
 
 
-def _experts_calls(exchanges, results, tokens, x, experts, weights, rows, ranks, rank, align_size, *network):
-    out, h, u, copies, there, row_of_slot, slot_of_row, group_sizes = results
+def _experts_calls(exchanges, results, tokens, x, experts, weights, counts, rows, ranks, rank, align_size, *network):
+    out, h, u, copies, there, all_counts, row_of_slot, slot_of_row, group_sizes = results
     all_experts, sums, local = experts.new_empty(row_of_slot.shape), x.new_empty(x.shape), local_experts(*network)
-    gathers = [
-        calls.exchange_all_gather({"x": own, "out": of_all}, exchange=exchanges.small)
-        for own, of_all in ((experts, all_experts), (weights, there))
-    ]
+    gathered = {"x": experts, "out": all_experts, "x_2": weights, "out_2": there, "x_3": counts, "out_3": all_counts}
+    gather = calls.exchange_all_gather(gathered, exchange=exchanges.small)
     maps = {"group_sizes": group_sizes, "row_of_slot": row_of_slot, "slot_of_row": slot_of_row}
     plan = calls.plan(
         {"experts": all_experts, **maps}, num_experts=local, align_size=align_size, is_part=1, first_expert=local * rank
@@ -114,7 +117,7 @@ def _experts_calls(exchanges, results, tokens, x, experts, weights, rows, ranks,
         (sums, h, u, copies), x, None, None, there, row_of_slot, slot_of_row, group_sizes, *network
     )
     return [
-        *gathers, plan, *before, exchanges.arriving(up, TOKENS[0]), exchanges.release(TOKENS[0]),
+        gather, plan, *before, exchanges.arriving(up, TOKENS[0]), exchanges.release(TOKENS[0]),
         exchanges.returning(down), exchanges.total(sums, out),
     ]  # fmt: skip
 
@@ -168,19 +171,21 @@ def _local_gradients(function, x, row_of_slot, slot_of_row, group_sizes, *rest):
 
 
 #: tokens: x of this rank, [T, D]; x: where the tokens of all ranks arrive, [P T, D]. there: the weights of arrived
-#: tokens, float32 [P T, K]. received: d_weights from all ranks, float32 [P T, K], 0 where another rank has the expert.
-#: The other results are those of `experts`, `experts_hidden` and `experts_inputs`; d_x = factor times the sum over the
-#: ranks, plus addend.
+#: tokens, float32 [P T, K]. counts: int32 [1, n] of this rank; all_counts: int32 [P, n] of all ranks. received:
+#: d_weights from all ranks, float32 [P T, K], 0 where another rank has the expert. The other results are those of
+#: `experts`, `experts_hidden` and `experts_inputs`; d_x = factor times the sum over the ranks, plus addend.
 PASSES = {
     "experts": Pass(
         "experts",
-        "Tensor tokens, Tensor x, Tensor experts, Tensor weights, SymInt rows, int ranks, int rank, int align_size, "
-        f"{NETWORK}",
-        "Tensor output, Tensor h, Tensor lora_u, Tensor lora_copies, Tensor there, Tensor row_of_slot, "
-        "Tensor slot_of_row, Tensor group_sizes",
+        "Tensor tokens, Tensor x, Tensor experts, Tensor weights, Tensor counts, SymInt rows, int ranks, int rank, "
+        f"int align_size, {NETWORK}",
+        "Tensor output, Tensor h, Tensor lora_u, Tensor lora_copies, Tensor there, Tensor all_counts, "
+        "Tensor row_of_slot, Tensor slot_of_row, Tensor group_sizes",
         _allocate_experts,
         _experts_calls,
-        lambda tokens, x, experts, weights, rows, ranks, *others: ranks * weights.nbytes,
+        lambda tokens, x, experts, weights, counts, rows, ranks, *others: sum(
+            _padded(ranks * own.nbytes) for own in (experts, weights, counts)
+        ),
         TOKENS[:1],
     ),
     "hidden": Pass(

@@ -21,6 +21,8 @@ ab_status find_exchange(std::string_view name, ab_exchange** exchange) {
   return cuda::registry().find(name, device, exchange);
 }
 
+int32_t rank_of(const ab_exchange& exchange) { return exchange.shape.rank; }
+
 }  // namespace anabranch::exchange
 
 using namespace anabranch;

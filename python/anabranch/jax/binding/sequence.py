@@ -1,7 +1,7 @@
 """Several C calls as one custom call (src/api/sequence_xla.cc).
 
-A `Sequence` collects calls. Its arrays are `Buffer`s: `ffi.call` with a Buffer among its operands becomes a call of that
-sequence, so the same rules compose a sequence or call the library directly. `ffi.call_sequence` runs it.
+A `Sequence` collects calls. Its arrays are `Buffer`s: `ffi.call` with a Buffer among its operands becomes a call of
+that sequence, so the same rules compose a sequence or call the library directly. `ffi.call_sequence` runs it.
 """
 
 import dataclasses
@@ -57,6 +57,8 @@ class Call:
     function: str
     tensors: dict[str, Buffer]
     orders: str
+    workspace: int
+    """Bytes of its workspace on a GPU."""
     options: dict[str, int | float | str]
 
 
@@ -75,8 +77,11 @@ class Sequence:
         self.calls: list[Call] = []
         #: Numbers of operands and of the results that may reuse their buffers.
         self.aliases: list[tuple[int, int]] = []
-        #: Bytes of the workspace on a GPU, which all calls share.
-        self.workspace = 0
+
+    @property
+    def workspace(self) -> int:
+        """Bytes of the workspace on a GPU, which all calls share."""
+        return max((call.workspace for call in self.calls), default=0)
 
     def operand(self, array: jax.Array) -> Buffer:
         """An operand."""
@@ -126,6 +131,5 @@ class Sequence:
                 self.aliases.append((tensors[source].index, result.index))
         tensors |= {name: result for name, result in made.items() if result is not None}
         given_orders = ",".join(f"{name}:{order}" for name, order in (orders or {}).items() if name in tensors)
-        self.calls.append(Call(function, tensors, given_orders, dict(options)))
-        self.workspace = max(self.workspace, workspace)
+        self.calls.append(Call(function, tensors, given_orders, workspace, dict(options)))
         return made

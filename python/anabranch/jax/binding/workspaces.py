@@ -59,7 +59,7 @@ def grouped_matmul_combine(R: int, E: int, D: int, N: int, dtype: Any, *, backwa
 
 
 def returning(R: int, P: int, T: int, N: int, dtype: Any) -> int:
-    """Workspace of grouped_matmul_combine for sums [P T, N] of `dtype` that return to P ranks; its only rows' buffer."""
+    """Workspace instead of that of grouped_matmul_combine, for sums [P T, N] of `dtype` that return to P ranks."""
     return _bound("returning", _size(R), _size(P), _size(T), _size(N), _dtype(dtype))
 
 

@@ -19,6 +19,7 @@
 //   per_rank  optional, for example "first_expert:tokens": this option is multiplied by the rank of this exchange
 //
 // An option that is an exchange, such as `arriving`, is the key of that exchange.
+#include <algorithm>
 #include <charconv>
 #include <string>
 #include <string_view>
@@ -113,7 +114,19 @@ class Sequence {
     if (ffi::Error error = read_buffers(); error.failure()) return error;
     const auto calls = attributes_.get<int32_t>("calls");
     if (!calls.has_value() || *calls < 1) return invalid("sequence: got no calls, expected at least one");
-    for (int32_t i = 0; i < *calls; ++i) {
+    ffi::Error error = run_calls(*calls, stream);
+#ifdef ANABRANCH_CUDA
+    // An earlier error is the one to report.
+    for (ab_exchange* exchange : exchanges_) {
+      if (error.failure()) exchange::join_copies(exchange, stream);
+    }
+#endif
+    return error;
+  }
+
+ private:
+  ffi::Error run_calls(int32_t calls, void* stream) {
+    for (int32_t i = 0; i < calls; ++i) {
       const std::string where = "call_" + std::to_string(i);
       const auto call = attributes_.get<ffi::Dictionary>(where);
       if (!call.has_value()) return malformed(where, "", "a dictionary");
@@ -122,7 +135,6 @@ class Sequence {
     return ffi::Error::Success();
   }
 
- private:
   ffi::Error read_buffers() {
     for (size_t i = 0; i < operands_.size(); ++i) {
       const auto buffer = operands_.get<ffi::AnyBuffer>(i);
@@ -176,13 +188,15 @@ class Sequence {
   }
 
   // The exchange with this key.
-  ffi::Error find(const std::string& where, std::string_view key, ab_exchange** exchange) const {
+  ffi::Error find(const std::string& where, std::string_view key, ab_exchange** exchange) {
     const auto exchanges = attributes_.get<ffi::Dictionary>("exchanges");
     if (!exchanges.has_value()) return malformed(where, key, "the key of an exchange");
     const auto name = exchanges->get<std::string_view>(key);
     if (!name.has_value()) return malformed(where, key, "the key of an exchange");
 #ifdef ANABRANCH_CUDA
-    return to_error(exchange::find_exchange(*name, exchange));
+    if (ffi::Error error = to_error(exchange::find_exchange(*name, exchange)); error.failure()) return error;
+    if (std::ranges::find(exchanges_, *exchange) == exchanges_.end()) exchanges_.push_back(*exchange);
+    return ffi::Error::Success();
 #else
     *exchange = nullptr;
     return ffi::Error(ffi::ErrorCode::kUnimplemented,
@@ -190,7 +204,7 @@ class Sequence {
 #endif
   }
 
-  ffi::Error run_call(const std::string& where, const ffi::Dictionary& attributes, void* stream) const {
+  ffi::Error run_call(const std::string& where, const ffi::Dictionary& attributes, void* stream) {
     const auto function = attributes.get<std::string_view>("function");
     if (!function.has_value()) return malformed(where, "", "the name of a function");
     const Operation* operation = find_operation(*function);
@@ -225,7 +239,7 @@ class Sequence {
   }
 
   ffi::Error place_exchanges(const std::string& where, const Operation& operation, const ffi::Dictionary& attributes,
-                             Arguments* arguments) const {
+                             Arguments* arguments) {
     for (const Field& field : operation.fields) {
       if (field.kind != FieldKind::exchange || !attributes.contains(field.name)) continue;
       const auto key = attributes.get<std::string_view>(field.name);
@@ -237,7 +251,7 @@ class Sequence {
   }
 
   // See per_rank above.
-  ffi::Error multiply_by_rank(const std::string& where, const ffi::Dictionary& attributes, Arguments* arguments) const {
+  ffi::Error multiply_by_rank(const std::string& where, const ffi::Dictionary& attributes, Arguments* arguments) {
     if (!attributes.contains("per_rank")) return ffi::Error::Success();
     const auto entry = attributes.get<std::string_view>("per_rank");
     std::string_view option;
@@ -260,6 +274,7 @@ class Sequence {
   const ffi::RemainingRets& results_;
   const ffi::Dictionary& attributes_;
   std::vector<ab_tensor> buffers_;
+  std::vector<ab_exchange*> exchanges_;  // that the calls so far use
   ab_tensor workspace_{};
 };
 

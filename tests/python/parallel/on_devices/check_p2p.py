@@ -13,12 +13,13 @@ import pytest
 from jax.sharding import AxisType, Mesh
 from meshes import P, mesh_of, placed, put
 
-from anabranch.jax import Parallel, moe
+from anabranch import _library
+from anabranch.jax import Parallel, moe, routed_experts
 from anabranch.jax.binding import ffi
 from anabranch.jax.parallel import p2p, parallel, peers
 from anabranch.jax.parallel.peers import Peers, concrete_mesh, peers_along, reason_against, size_class
 from anabranch.lora import NAMES
-from lora_cases import with_lora
+from lora_cases import as_lora, with_lora
 from moe_cases import operands, run_layer
 from routed_cases import routed_operands, run_routed
 
@@ -222,10 +223,15 @@ def test_two_processes_of_a_group(exchanges, monkeypatch, other_fails):
 # ---------------------------------------------------------------- the layer
 
 
+class Calls(list):
+    """The custom calls. Attribute `sequences`: those that are sequences."""
+
+
 @pytest.fixture
 def calls(monkeypatch):
     """The (operation, names, whether it is ordered after another call) of the custom calls, by XLA's collectives."""
-    found, last = [], []
+    found, last, sequences = Calls(), [], []
+    found.sequences = sequences
 
     def note(operation, names, order):
         assert not order or order[0] is last[-1]
@@ -239,6 +245,7 @@ def calls(monkeypatch):
         return result, [last[-1]]
 
     def call_sequence(sequence):
+        sequences.append(sequence)
         order = [array for array in sequence.operands if any(array is known for known in last)]
         note("sequence", tuple(sequence.exchanges.values()), order)
         results = peer_stand_in.run_sequence(sequence)
@@ -332,6 +339,39 @@ def test_routed_experts(calls, precision):
     mesh, arrays = mesh_of(expert=8), routed_operands(64, 8, 3, 128, 128, dtype="bfloat16", bias=True)
     of_both(mesh, lambda one, put: run_routed(arrays, precision=precision, put=put, parallel=one), {})
     assert {operation for operation, *_ in calls} == {"sequence"}
+
+
+@pytest.mark.parametrize("precision", ["highest", "fp8"])
+@pytest.mark.parametrize("ranks", [(0, 0), (5, 3)], ids=["no adapters", "adapters"])
+def test_workspaces_suffice_on_a_gpu(calls, precision, ranks):
+    """The C calls of all halves, with the sizes of a layer whose tokens are exchanged by copy engines."""
+    try:
+        _library.load_cuda()
+    except _library.LibraryError as error:
+        pytest.skip(f"NO CUDA LIBRARY: its workspaces are not checked: {error}")
+    mesh = mesh_of(expert=4)
+    arrays = routed_operands(4, 8, 2, 128, 256, dtype="bfloat16", bias=True)
+    if any(ranks):
+        arrays = with_lora(arrays, ranks=ranks, shared=("a_in",))
+    sizes = {"x": (8192, 2048), "experts": (8192, 2), "weights": (8192, 2), "w_in": (8, 2048, 2, 256)}
+    sizes |= {"w_out": (8, 256, 2048), "b_out": (8, 2048)}
+    if any(ranks):
+        sizes |= {"lora_a_in": (1, 2048, 5), "lora_b_out": (8, 3, 2048)}
+    given = {n: jax.ShapeDtypeStruct(sizes.get(n, a.shape), a.dtype) for n, a in arrays.items() if a is not None}
+
+    def loss(given):
+        main = (given[n] for n in ("x", "experts", "weights", "w_in", "w_out"))
+        rest = {n: given[n] for n in ("b_in", "b_out")} | {"lora": as_lora(given)}
+        parallel = Parallel(expert_axis="expert", transport="p2p")
+        output = routed_experts(*main, **rest, parallel=parallel, precision=precision).output
+        return jnp.sum(output.astype(jnp.float32))
+
+    with jax.set_mesh(mesh):
+        jax.eval_shape(jax.grad(loss, allow_int=True), given)
+    computed = [call for one in calls.sequences for call in one.calls if not call.function.startswith("exchange_")]
+    assert len(computed) == 6
+    for call in computed:
+        assert 0 < peer_stand_in.workspace_on_a_gpu(call, ranks=4) <= call.workspace, call
 
 
 @pytest.mark.parametrize("name", ["x", "gate", "w_in", "b_in", "w_out", "b_out"])

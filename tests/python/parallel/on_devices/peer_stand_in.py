@@ -4,11 +4,14 @@ A call without exchanges is a sequence of its own, so the library decodes it. Th
 checked: a buffer is read only after its tokens have arrived, and no buffer is held at the end of a sequence.
 """
 
+import ctypes
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 
+from anabranch import _library, _structs
 from anabranch.jax.binding import ffi
 from anabranch.jax.binding.sequence import Sequence
 from anabranch.jax.ops.dispatch import gather_sum
@@ -142,3 +145,37 @@ def run_sequence(sequence):
 def run_exchange(operation, x):
     """`ffi.call_exchange` without the order."""
     return gathered(x) if operation == "all_gather" else swapped(x)
+
+
+class _Exchange(ctypes.Structure):
+    """The beginning of an exchange (src/exchange/check.h, Shape). A query of a workspace reads nothing else."""
+
+    _fields_ = (("rank", ctypes.c_int32), ("ranks", ctypes.c_int32))
+
+
+def _tensor(buffer, order):
+    """An ab_tensor whose axes are axes `order` of a buffer. A query of a workspace does not read its memory."""
+    strides = [math.prod(size or 1 for size in buffer.shape[axis + 1 :]) for axis in range(buffer.ndim)]
+    axes = [int(axis) for axis in order] if order else range(buffer.ndim)
+    view = _structs.Tensor(data=64, dtype=_library.DTYPES[buffer.dtype.name], rank=buffer.ndim)
+    view.shape[: buffer.ndim] = [buffer.shape[axis] for axis in axes]
+    if order:
+        view.memory = (ctypes.c_int64 * buffer.ndim)(*(strides[axis] for axis in axes))
+        view.strides = ctypes.addressof(view.memory)
+    return ctypes.pointer(view)
+
+
+def workspace_on_a_gpu(call, ranks):
+    """The bytes that the CUDA library needs for a call of a sequence; its checks accept the call."""
+    orders = dict(entry.split(":") for entry in call.orders.split(",") if entry)
+    fields = {name: _tensor(buffer, orders.get(name)) for name, buffer in call.tensors.items()}
+    exchange = _Exchange(0, ranks)
+    for name, value in call.options.items():
+        if name != "per_rank":
+            fields[name] = ctypes.addressof(exchange) if isinstance(value, str) else value
+    struct = _structs.ARGS[call.function]
+    args, size = struct(size=ctypes.sizeof(struct), **fields), ctypes.c_size_t()
+    query = getattr(_library.load_cuda(), f"ab_cuda_{call.function}_workspace")
+    query.restype = _library.Status
+    _library.check_status(query(ctypes.byref(args), None, ctypes.byref(size)))
+    return size.value

@@ -3,8 +3,10 @@
 
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <string>
 
+#include "exchange/chunks.h"
 #include "exchange/handle.h"
 #include "support.h"
 
@@ -165,6 +167,43 @@ TEST(ExchangeCalls, NameTheBadArgument) {
                  "x: got 6 rows, expected a multiple of the ranks P=4");
   regions.out = wrong.view();
   EXPECT_REFUSED(check_all_to_all(&regions, shape, &call), AB_INVALID_ARGUMENT, "out: got float32 (8) [12, 5]");
+}
+
+TEST(ExchangeCalls, SumsNameTheBadArgument) {
+  const Tensor<float> sums({6, 5});
+  const Tensor<float> out({2, 5});
+  const Tensor<int32_t> integers({2, 5});
+  const Shape shape = shape_of(0, 3, 360);
+  const auto sum = [&](const ab_tensor* x, const ab_tensor* addend, const ab_tensor* to, float factor = 1,
+                       int32_t buffer = 1) {
+    const ab_exchange_sum_args args{sizeof(args), nullptr, buffer, factor, x, addend, to};
+    return check_sum(&args, shape);
+  };
+  EXPECT_OK(sum(sums.view(), nullptr, out.view()));
+  EXPECT_OK(sum(sums.view(), out.view(), out.view(), -2));
+  EXPECT_REFUSED(sum(sums.view(), nullptr, out.view(), INFINITY), AB_INVALID_ARGUMENT, "factor: got inf");
+  EXPECT_REFUSED(sum(sums.view(), nullptr, out.view(), 1, 4), AB_INVALID_ARGUMENT, "buffer: got 4");
+  EXPECT_REFUSED(sum(out.view(), nullptr, out.view()), AB_INVALID_ARGUMENT, "sums: got float32 (8) [2, 5]");
+  EXPECT_REFUSED(sum(sums.view(), sums.view(), out.view()), AB_INVALID_ARGUMENT, "addend: got float32 (8) [6, 5]");
+  EXPECT_REFUSED(sum(sums.view(), nullptr, integers.view()), AB_INVALID_ARGUMENT, "out: got int32 (4) [2, 5]");
+  EXPECT_REFUSED(sum(nullptr, nullptr, out.view()), AB_INVALID_ARGUMENT, "sums: got NULL");
+}
+
+// A column belongs to one chunk, and chunks are whole tiles.
+TEST(ExchangeChunks, CoverAllColumns) {
+  for (const int64_t ranks : {1, 2, 4, 16}) {
+    for (const int64_t T : {0, 1, 2048, 65536}) {
+      for (const int64_t D : {1, 64, 256, 1000, 2048, 2880, 7168}) {
+        const int64_t columns = return_columns(ranks, T, D, 2);
+        EXPECT_GT(columns, 0);
+        EXPECT_TRUE(columns == D || columns % 256 == 0);
+        EXPECT_LE((D + columns - 1) / columns, 4);
+      }
+    }
+  }
+  EXPECT_EQ(return_columns(4, 8192, 2048, 2), 512);
+  EXPECT_EQ(return_columns(2, 8192, 2048, 2), 1024);
+  EXPECT_EQ(return_columns(2, 512, 2048, 2), 2048);
 }
 
 TEST(ExchangeStatus, NamesTheRankAndTheStep) {

@@ -68,6 +68,37 @@ TEST(Plan, MatchesTheDefinition) {
   }
 }
 
+// The plan for some of the experts is that of experts without the others.
+TEST(Plan, APartOfTheExperts) {
+  const int64_t T = 300;
+  const int64_t K = 4;
+  const int64_t E = 3;
+  const int64_t R = 200;
+  const std::vector<int32_t> experts = indices(T * K, -2, 12, 3);
+  const Tensor<int32_t> input({T, K}, experts);
+  for (const int32_t first : {0, 5, 11, INT32_MAX}) {
+    SCOPED_TRACE(::testing::Message() << "first " << first);
+    std::vector<int32_t> local = experts;
+    for (int32_t& expert : local) expert = expert >= first && expert - first < E ? expert - first : -1;
+    const Plan plan(T, K, E, R);
+    ab_plan_args args = plan_args(&input, nullptr, E, 8, plan);
+    args.is_part = 1;
+    args.first_expert = first;
+    EXPECT_OK(call(ab_plan, ab_plan_workspace, args));
+    expect_plan(plan, local, E, 8, R);
+  }
+  const Plan plan(T, K, E, R);
+  ab_plan_args args = plan_args(&input, nullptr, E, 8, plan);
+  args.first_expert = 2;
+  EXPECT_REFUSED(call(ab_plan, ab_plan_workspace, args), AB_INVALID_ARGUMENT,
+                 "first_expert: got 2, expected 0 without is_part");
+  args.is_part = 2;
+  EXPECT_REFUSED(call(ab_plan, ab_plan_workspace, args), AB_INVALID_ARGUMENT, "is_part: got 2, expected 0 or 1");
+  args.is_part = 1;
+  args.first_expert = -1;
+  EXPECT_REFUSED(call(ab_plan, ab_plan_workspace, args), AB_INVALID_ARGUMENT, "first_expert: got -1");
+}
+
 TEST(Plan, AcceptsARoutingMapOfTokensByExperts) {
   for (const int64_t E : {1, 7, 8, 29}) {
     const int64_t T = 300;

@@ -19,11 +19,13 @@ struct Case {
   int64_t rows = -1;  // rows per destination; -1: enough for all assignments
   double skew = 0.0;  // fraction of assignments to expert 0
   Slots slots = Slots::experts;
+  int32_t first_expert = -1;  // of the plan's part of all experts; -1: all
 };
 
 std::ostream& operator<<(std::ostream& out, const Case& c) {
   return out << "T " << c.T << " K " << c.K << " E " << c.E << " align " << c.align << " destinations "
-             << c.destinations << " rows " << c.rows << " skew " << c.skew << " slots " << static_cast<int>(c.slots);
+             << c.destinations << " first expert " << c.first_expert << " rows " << c.rows << " skew " << c.skew
+             << " slots " << static_cast<int>(c.slots);
 }
 
 struct Result {
@@ -83,6 +85,8 @@ void check(const Case& c, unsigned seed) {
   args.num_experts = c.E;
   args.align_size = c.align;
   args.num_destinations = c.destinations;
+  args.is_part = c.first_expert >= 0 ? 1 : 0;
+  args.first_expert = std::max(c.first_expert, 0);
   if (c.slots == Slots::experts) args.experts = experts.view();
   if (c.slots == Slots::byte_map) args.routing_map = bytes.view();
   if (c.slots == Slots::bit_map) args.routing_map = bits.view();
@@ -157,6 +161,10 @@ TEST_F(PlanCuda, SizesAroundTheLimitsOfOneBlock) {
   for (const int64_t rows : {16384, 16385}) {
     check({500, 8, 64, 0, 0, rows}, ++seed);
     if (HasFatalFailure()) return;
+  }
+  for (const int64_t T : {40, 3000}) {
+    for (const int32_t first : {0, 3, 7})
+      check({.T = T, .K = 2, .E = 8, .first_expert = first}, static_cast<unsigned>(T + first));
   }
 }
 

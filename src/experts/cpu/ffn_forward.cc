@@ -5,6 +5,7 @@
 #include "core/threads.h"
 #include "experts/check.h"
 #include "experts/cpu/lora.h"
+#include "experts/cpu/no_exchange.h"
 #include "experts/cpu/phases.h"
 #include "experts/cpu/quantized_operands.h"
 
@@ -220,6 +221,7 @@ extern "C" {
 
 ab_status ab_expert_ffn_forward_workspace(const ab_expert_ffn_forward_args* args, const ab_exec* exec, size_t* bytes) {
   AB_ENTER_QUERY(args, exec, bytes);
+  AB_RETURN_IF_ERROR(check_no_exchange("arriving", args->arriving));
   FfnSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
   return report_workspace(Forward(*args, s, exec, nullptr).workspace.size(), bytes);
@@ -227,6 +229,7 @@ ab_status ab_expert_ffn_forward_workspace(const ab_expert_ffn_forward_args* args
 
 ab_status ab_expert_ffn_forward(const ab_expert_ffn_forward_args* args, const ab_exec* exec) {
   AB_ENTER(args, exec);
+  AB_RETURN_IF_ERROR(check_no_exchange("arriving", args->arriving));
   FfnSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
   Forward op(*args, s, exec, exec);

@@ -5,6 +5,7 @@
 #include "core/entry.h"
 #include "experts/check.h"
 #include "experts/cpu/lora.h"
+#include "experts/cpu/no_exchange.h"
 #include "experts/cpu/phases.h"
 #include "experts/cpu/quantized_operands.h"
 
@@ -77,6 +78,7 @@ extern "C" {
 ab_status ab_grouped_matmul_combine_workspace(const ab_grouped_matmul_combine_args* args, const ab_exec* exec,
                                               size_t* bytes) {
   AB_ENTER_QUERY(args, exec, bytes);
+  AB_RETURN_IF_ERROR(check_no_exchange("returning", args->returning));
   CombinedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
   GroupedMatmulCombine op(*args, s, exec, nullptr);
@@ -86,6 +88,7 @@ ab_status ab_grouped_matmul_combine_workspace(const ab_grouped_matmul_combine_ar
 
 ab_status ab_grouped_matmul_combine(const ab_grouped_matmul_combine_args* args, const ab_exec* exec) {
   AB_ENTER(args, exec);
+  AB_RETURN_IF_ERROR(check_no_exchange("returning", args->returning));
   CombinedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
   GroupedMatmulCombine op(*args, s, exec, exec);

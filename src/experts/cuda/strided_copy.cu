@@ -19,9 +19,11 @@ constexpr int kBlocks = 8;  // per SM
 constexpr int kEach = 4;    // vectors per thread of one piece
 constexpr int kMaxWidth = 4;
 constexpr int kMaxCopies = 4;  // per launch
-// Tiles of transposing copies: elements along the last axis of `from`, and along the last axis of `to`.
-constexpr int kTileFrom = 64;
-constexpr int kTileTo = 32;
+// Tiles of transposing copies: elements along the last axis of `from`, and along the last axis of `to`. Copies with
+// fewer than half a tile along either axis copy element by element.
+constexpr int kTile = 64;
+constexpr int kMinTransposed = kTile / 2;
+constexpr int kPair = 2;  // elements that a transposing copy writes at a time, if they are aligned
 
 // The axes in the order of `to` in memory, outermost first, so that adjacent threads write adjacent elements. A matrix
 // is everything below the outermost axis.
@@ -105,11 +107,16 @@ __global__ void __launch_bounds__(kThreads) copy_elements(const __grid_constant_
   }
 }
 
+template <class To>
+struct alignas(kPair * sizeof(To)) Pair {
+  To elements[kPair];
+};
+
 // Copies tiles by way of shared memory where adjacent elements of `from` are along axis 2 and those of `to` along axis
 // 3, so that both are accessed in whole sectors. A piece is a tile.
 template <class From, class To>
 __global__ void __launch_bounds__(kThreads) transpose_elements(const __grid_constant__ Copies all) {
-  __shared__ float tile[kTileTo][kTileFrom + 1];  // one more column avoids bank conflicts
+  __shared__ float tile[kTile][kTile + 1];  // one more column: fewer bank conflicts
   wait_for_previous_kernel();
   let_next_kernel_start();
   int index = 0;
@@ -119,31 +126,45 @@ __global__ void __launch_bounds__(kThreads) transpose_elements(const __grid_cons
     const StridedCopy& of = piece.copy.of;
     const auto columns = static_cast<int32_t>(of.shape[2]);
     const auto rows = static_cast<int32_t>(of.shape[3]);
-    const int32_t row_tiles = (rows + kTileTo - 1) / kTileTo;
-    const int32_t column_tiles = (columns + kTileFrom - 1) / kTileFrom;
-    const int32_t first_row = piece.index % row_tiles * kTileTo;
-    const int32_t first_column = piece.index / row_tiles % column_tiles * kTileFrom;
+    const int32_t row_tiles = (rows + kTile - 1) / kTile;
+    const int32_t column_tiles = (columns + kTile - 1) / kTile;
+    const int32_t first_row = piece.index % row_tiles * kTile;
+    const int32_t first_column = piece.index / row_tiles % column_tiles * kTile;
     const int32_t a = piece.index / row_tiles / column_tiles;
     const From* const from =
         static_cast<const From*>(of.from.data) + piece.matrix * of.from_strides[0] + a * of.from_strides[1];
     To* const to = static_cast<To*>(of.to.data) + piece.matrix * of.to_strides[0] + a * of.to_strides[1];
     const auto thread = static_cast<int32_t>(threadIdx.x);
+    // The new value of an element.
+    const auto value = [&](const To* old, float copied) {
+      return from_float<To>(of.adds ? to_float(*old) + copied : copied);
+    };
 #pragma unroll
-    for (int i = 0; i < kTileTo; i += kThreads / kTileFrom) {
-      const int32_t row = i + thread / kTileFrom;
-      const int32_t column = thread % kTileFrom;
+    for (int i = 0; i < kTile; i += kThreads / kTile) {
+      const int32_t row = i + thread / kTile;
+      const int32_t column = thread % kTile;
       if (first_row + row < rows && first_column + column < columns) {
         tile[row][column] = to_float(from[first_column + column + (first_row + row) * of.from_strides[3]]);
       }
     }
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < kTileFrom; i += kThreads / kTileTo) {
-      const int32_t row = thread % kTileTo;
-      const int32_t column = i + thread / kTileTo;
-      if (first_row + row < rows && first_column + column < columns) {
-        To& target = to[(first_column + column) * of.to_strides[2] + first_row + row];
-        target = from_float<To>(of.adds ? to_float(target) + tile[row][column] : tile[row][column]);
+    for (int i = 0; i < kTile; i += kThreads / (kTile / kPair)) {
+      const int32_t row = thread % (kTile / kPair) * kPair;
+      const int32_t column = i + thread / (kTile / kPair);
+      if (first_row + row >= rows || first_column + column >= columns) continue;
+      To* const target = to + ((first_column + column) * of.to_strides[2] + first_row + row);
+      if (piece.copy.width == kPair) {
+        auto* const pair = reinterpret_cast<Pair<To>*>(target);
+        Pair<To> written;
+        if (of.adds) written = *pair;
+#pragma unroll
+        for (int j = 0; j < kPair; ++j) written.elements[j] = value(written.elements + j, tile[row + j][column]);
+        *pair = written;
+        continue;
+      }
+      for (int j = 0; j < min(rows - first_row - row, kPair); ++j) {
+        target[j] = value(target + j, tile[row + j][column]);
       }
     }
     __syncthreads();
@@ -172,6 +193,13 @@ void merge_axes(StridedCopy* copy) {
   }
 }
 
+// Whether a transposing copy can write pairs of elements.
+bool has_pairs(const StridedCopy& copy) {
+  const bool whole = copy.shape[3] % kPair == 0 && copy.to_strides[2] % kPair == 0 && copy.to_strides[1] % kPair == 0 &&
+                     copy.to_strides[0] % kPair == 0;
+  return whole && address(copy.to.data) % (kPair * dtype_size(copy.to.dtype)) == 0;
+}
+
 // Whether rows of both tensors are whole vectors of kWidth elements at aligned addresses.
 bool has_vectors(const StridedCopy& copy, int width) {
   const auto aligned = [&](const Floats& m) { return address(m.data) % (width * dtype_size(m.dtype)) == 0; };
@@ -197,7 +225,7 @@ ab_status prepare(const StridedCopy& of, Copy* copy) {
   const int64_t* shape = copy->of.shape;
   copy->width = has_vectors(copy->of, kMaxWidth) ? kMaxWidth : 1;
   copy->transposes = copy->of.from_strides[2] == 1 && copy->of.to_strides[3] == 1 && copy->of.from_strides[3] != 1 &&
-                     shape[2] >= kTileFrom / 2 && shape[3] >= kTileTo;
+                     shape[2] >= kMinTransposed && shape[3] >= kMinTransposed;
   const int64_t matrix = shape[1] * shape[2] * shape[3] / copy->width;
   AB_RETURN_IF_ERROR(check_counts({{"elements of a factor's matrix", matrix}}));
   copy->matrix = static_cast<int32_t>(matrix);
@@ -207,7 +235,8 @@ ab_status prepare(const StridedCopy& of, Copy* copy) {
   copy->by_row = Divisor(copy->row);
   copy->pieces_of_matrix = (copy->matrix - 1) / (kThreads * kEach) + 1;
   if (copy->transposes) {
-    const int64_t tiles = shape[1] * ((shape[2] - 1) / kTileFrom + 1) * ((shape[3] - 1) / kTileTo + 1);
+    copy->width = has_pairs(copy->of) ? kPair : 1;
+    const int64_t tiles = shape[1] * ((shape[2] - 1) / kTile + 1) * ((shape[3] - 1) / kTile + 1);
     copy->pieces_of_matrix = static_cast<int32_t>(tiles);  // fewer than elements
   }
   copy->pieces = shape[0] * copy->pieces_of_matrix;
@@ -226,7 +255,7 @@ ab_status copy(std::span<const StridedCopy> copies, int multiprocessors, cudaStr
   while (!left.empty()) {
     const Copy first = left.front();
     const auto is_other = [&](const Copy& copy) {
-      return copy.width != first.width || copy.transposes != first.transposes ||
+      return (copy.width != first.width && !copy.transposes) || copy.transposes != first.transposes ||
              copy.of.from.dtype != first.of.from.dtype || copy.of.to.dtype != first.of.to.dtype;
     };
     const auto same = std::stable_partition(left.begin(), left.end(), is_other);

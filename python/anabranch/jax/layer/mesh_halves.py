@@ -76,9 +76,7 @@ class StepByStep:
         """The transport's `collect`, summed over the shards of F; the addend is added once, after that."""
         if self._placement.parallel.tensor_axis is None:
             return self._chosen.collect(route, rows, weights, dtype, addend)
-        return _rounded(
-            self._placement, self._chosen.collect(route, rows, weights, jnp.float32), dtype, addend
-        )  # fmt: skip
+        return _rounded(self._placement, self._chosen.collect(route, rows, weights, jnp.float32), dtype, addend)
 
     def experts(
         self, operands: Operands, experts: jax.Array, weights: jax.Array, *, save: bool

@@ -51,11 +51,8 @@ class _Half:
 
     def __init__(self, bounds: Bounds, tokens: jax.Array, small: Sequence[jax.Array], order: list[jax.Array]):
         assert bounds.peers is not None
-        self._ranks, self._rows, self._dtype = (
-            bounds.ranks,
-            (bounds.ranks * tokens.shape[0], tokens.shape[1]),
-            tokens.dtype,
-        )
+        self._ranks, self._dtype = bounds.ranks, tokens.dtype
+        self._rows = bounds.ranks * tokens.shape[0], tokens.shape[1]
         all_tokens, *of_small = (bounds.ranks * array.size * array.dtype.itemsize for array in (tokens, *small))
         names = {"tokens": bounds.peers.exchange(*(all_tokens,) * (len(TOKENS) + 1))}
         if small:

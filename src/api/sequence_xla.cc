@@ -20,7 +20,6 @@
 //
 // An option that is an exchange, such as `arriving`, is the key of that exchange.
 #include <algorithm>
-#include <charconv>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -73,11 +72,17 @@ const Operation* find_operation(std::string_view name) {
   return nullptr;
 }
 
+// Parses a number of digits only.
 template <class T>
 bool parse(std::string_view text, T* number) {
-  const char* const end = text.data() + text.size();
-  const auto [last, failure] = std::from_chars(text.data(), end, *number);
-  return failure == std::errc() && last == end;
+  *number = 0;
+  for (const char digit : text) {
+    if (digit < '0' || digit > '9') return false;
+    if (__builtin_mul_overflow(*number, T{10}, number) || __builtin_add_overflow(*number, digit - '0', number)) {
+      return false;
+    }
+  }
+  return !text.empty();
 }
 
 // Splits "LEFT?RIGHT" at the first separator.
@@ -98,7 +103,7 @@ bool parse_shape(std::string_view text, int64_t capacity, ab_tensor* view) {
   int64_t bytes = dtype_size(view->dtype);
   while (!text.empty()) {
     int64_t size = 0;
-    if (view->rank == AB_MAX_RANK || !parse(take_name(text), &size) || size < 0) return false;
+    if (view->rank == AB_MAX_RANK || !parse(take_name(text), &size)) return false;
     if (__builtin_mul_overflow(bytes, size, &bytes)) return false;
     view->shape[view->rank++] = size;
   }

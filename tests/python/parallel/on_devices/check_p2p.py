@@ -122,6 +122,7 @@ def test_a_name_is_that_of_the_size_class_and_the_devices_in_order():
         2**20, 2**20, 2**21, 2**27, 2**28,
     ]  # fmt: skip
     assert Peers((group_of(0, 1), group_of(2, 3))).name(5) == "1048576 bytes, devices 0,1/2,3"
+    assert Peers((group_of(0, 1),)).name(5, 2**21) == "1048576 + 2097152 bytes, devices 0,1"
     names = {Peers(groups).name(size) for size in (1, 2**21) for groups in (
         (group_of(0, 1), group_of(2, 3)), (group_of(1, 0), group_of(2, 3)), (group_of(0, 1, 2, 3),),
         (group_of(2, 3), group_of(0, 1)), (group_of(0, 12, 3),), (group_of(0, 1, 23),),
@@ -174,6 +175,8 @@ def test_each_device_gets_one_exchange_per_size_class(exchanges):
     ]
     assert [e.handles for e in exchanges] == [[b"handle 5", b"handle 4"]] * 2 + [[b"handle 6", b"handle 7"]] * 2
     assert two.exchange(2**20 + 1) != name and len(exchanges) == 8
+    assert two.exchange(100, 100, 2**21) != name
+    assert [e.sizes for e in exchanges[8:]] == [(2**20, 2**20, 2**21)] * 4
     assert not any(e.is_closed for e in exchanges)
 
 

@@ -34,6 +34,14 @@ AB_API ab_status ab_cuda_grouped_matmul_dw_workspace_bound(int64_t R, int64_t E,
 AB_API ab_status ab_cuda_grouped_matmul_combine_workspace_bound(int64_t R, int64_t E, int64_t D, int64_t N,
                                                                 int32_t backward, int32_t dtype, size_t* bytes);
 
+/* Replaces the bound above for a call with `returning`. P: ranks; T: tokens per rank, so `out` is [P T, N]; dtype: that
+ * of `out`. */
+AB_API ab_status ab_cuda_returning_workspace_bound(int64_t R, int64_t P, int64_t T, int64_t N, int32_t dtype,
+                                                   size_t* bytes);
+
+/* Additional bytes of ab_cuda_expert_ffn_forward and ab_cuda_expert_ffn_backward with `arriving`. */
+AB_API ab_status ab_cuda_arriving_workspace_bound(int64_t E, size_t* bytes);
+
 /* Additional bytes of an operation with AB_PRECISION_FP8 for each tensor that it quantises: x [R, D] of a grouped
  * GEMM; in ab_cuda_expert_ffn_forward x [T, D] and, for a call without `a`, `a` [R, F], which replaces the bound
  * below; in ab_cuda_expert_ffn_backward d_out [T, D], for a call with h, and dh [R, P F], if dx_rows is requested

@@ -28,6 +28,7 @@ HANDLERS = (
     "ab_xla_router_backward",
     "ab_xla_router_forward",
     "ab_xla_score_sum",
+    "ab_xla_sequence",
     "ab_xla_sort_chunks",
 )
 
@@ -36,6 +37,7 @@ CUDA_HANDLERS = ("ab_xla_exchange_all_gather", "ab_xla_exchange_all_to_all")
 
 #: Functions of the C library that bound the CUDA library's workspaces (include/anabranch/cuda_workspaces.h).
 WORKSPACE_BOUNDS = (
+    "ab_cuda_arriving_workspace_bound",
     "ab_cuda_expert_ffn_backward_workspace_bound",
     "ab_cuda_expert_ffn_forward_workspace_bound",
     "ab_cuda_grouped_matmul_combine_workspace_bound",
@@ -43,6 +45,7 @@ WORKSPACE_BOUNDS = (
     "ab_cuda_lora_workspace_bound",
     "ab_cuda_plan_workspace_bound",
     "ab_cuda_quantile_workspace_bound",
+    "ab_cuda_returning_workspace_bound",
     "ab_cuda_sort_chunks_workspace_bound",
     "ab_cuda_fp8_rows_workspace_bound",
     "ab_cuda_statistics_workspace_bound",

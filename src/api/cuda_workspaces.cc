@@ -10,6 +10,7 @@
 #include "core/tensor.h"
 #include "core/workspace.h"
 #include "dispatch/workspace_sizes.h"
+#include "exchange/chunks.h"
 #include "experts/cuda/ops/workspace_sizes.h"
 #include "router/token_scale.h"
 
@@ -101,6 +102,21 @@ ab_status ab_cuda_grouped_matmul_combine_workspace_bound(int64_t R, int64_t E, i
   if (!fp8) AB_RETURN_IF_ERROR(cuda::check_float("dtype", dtype));
   return cuda::report_bound({{{"R", R}, {"D", D}}, {{"R", R}, {"N", N}}, {{"E", E}, {"D", D}, {"N", N}}}, bytes, [&] {
     return cuda::rows_bytes(R, cuda::combined_columns(R, E, N, D, backward != 0, fp8), fp8 ? AB_BFLOAT16 : dtype);
+  });
+}
+
+ab_status ab_cuda_returning_workspace_bound(int64_t R, int64_t P, int64_t T, int64_t N, int32_t dtype, size_t* bytes) {
+  AB_RETURN_IF_ERROR(cuda::check_float("dtype", dtype));
+  return cuda::report_bound({{{"R", R}, {"N", N}}, {{"P", P}, {"T", T}, {"N", N}}}, bytes, [&] {
+    return cuda::rows_bytes(R, exchange::return_columns(P, T, N, dtype_size(dtype)), dtype);
+  });
+}
+
+ab_status ab_cuda_arriving_workspace_bound(int64_t E, size_t* bytes) {
+  return cuda::report_bound({{{"E", E}}}, bytes, [&] {
+    Workspace workspace;
+    workspace.take<int32_t>(2 * E);
+    return workspace.size();
   });
 }
 

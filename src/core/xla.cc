@@ -1,6 +1,9 @@
 #include "core/xla.h"
 
 #include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
 
 #ifdef __linux__
 #include <sys/mman.h>
@@ -26,13 +29,25 @@ int32_t dtype_of(ffi::DataType dtype) {
   }
 }
 
-ffi::Error invalid(std::string message) { return ffi::Error(ffi::ErrorCode::kInvalidArgument, std::move(message)); }
-
 const Field* find(std::span<const Field> fields, std::string_view name) {
   for (const Field& field : fields) {
     if (field.name == name) return &field;
   }
   return nullptr;
+}
+
+}  // namespace
+
+ffi::Error invalid(std::string message) { return ffi::Error(ffi::ErrorCode::kInvalidArgument, std::move(message)); }
+
+ffi::Error to_error(const ab_status& status) {
+  switch (status.code) {
+    case AB_OK: return ffi::Error::Success();
+    case AB_INVALID_ARGUMENT: return invalid(status.message);
+    case AB_UNSUPPORTED: return ffi::Error(ffi::ErrorCode::kUnimplemented, status.message);
+    case AB_OUT_OF_MEMORY: return ffi::Error(ffi::ErrorCode::kResourceExhausted, status.message);
+    default: return ffi::Error(ffi::ErrorCode::kInternal, status.message);
+  }
 }
 
 ab_tensor view_of(const ffi::AnyBuffer& buffer) {
@@ -45,7 +60,6 @@ ab_tensor view_of(const ffi::AnyBuffer& buffer) {
   return view;
 }
 
-// Removes the name before the first comma from `names` and returns it.
 std::string_view take_name(std::string_view& names) {
   const size_t comma = names.find(',');
   const std::string_view name = names.substr(0, comma);
@@ -53,9 +67,31 @@ std::string_view take_name(std::string_view& names) {
   return name;
 }
 
+Arguments::Arguments(const Operation& operation) : operation_(operation) {
+  std::memset(args_, 0, operation.args_bytes);
+  std::memcpy(args_, &operation.args_bytes, sizeof(size_t));  // the first field of every args struct
+}
+
+void* Arguments::field(std::string_view name, FieldKind kind) {
+  const Field* found = find(operation_.fields, name);
+  return found == nullptr || found->kind != kind ? nullptr : args_ + found->offset;
+}
+
+bool Arguments::place(std::string_view name, const ab_tensor& tensor, std::string_view orders) {
+  void* const place = field(name, FieldKind::tensor);
+  if (place == nullptr || used_ == kMaxBuffers || tensor.rank > AB_MAX_RANK) return false;
+  if (*static_cast<const ab_tensor**>(place) != nullptr) return false;
+  View& view = views_[used_];
+  view.tensor = tensor;
+  if (!reorder(orders, name, &view)) return false;
+  *static_cast<const ab_tensor**>(place) = &view.tensor;
+  ++used_;
+  return true;
+}
+
 // Reorders the axes of `view` according to the entry of `name` in "NAME:ORDER,...". Returns false if the order is
 // invalid.
-bool reorder(std::string_view orders, std::string_view name, View* view) {
+bool Arguments::reorder(std::string_view orders, std::string_view name, View* view) {
   while (!orders.empty()) {
     const std::string_view entry = take_name(orders);
     const size_t colon = entry.find(':');
@@ -77,25 +113,26 @@ bool reorder(std::string_view orders, std::string_view name, View* view) {
   return true;
 }
 
-template <class T>
-T& member(void* args, size_t offset) {
-  return *reinterpret_cast<T*>(static_cast<char*>(args) + offset);
-}
-
-}  // namespace
-
-ffi::Error to_error(const ab_status& status) {
-  switch (status.code) {
-    case AB_OK: return ffi::Error::Success();
-    case AB_INVALID_ARGUMENT: return invalid(status.message);
-    case AB_UNSUPPORTED: return ffi::Error(ffi::ErrorCode::kUnimplemented, status.message);
-    case AB_OUT_OF_MEMORY: return ffi::Error(ffi::ErrorCode::kResourceExhausted, status.message);
-    default: return ffi::Error(ffi::ErrorCode::kInternal, status.message);
+ffi::Error Arguments::read_numbers(const ffi::Dictionary& attributes) {
+  const auto read = [&]<class T>(const Field& field, T unused) {
+    const auto value = attributes.get<T>(field.name);
+    if (value.has_value()) std::memcpy(args_ + field.offset, &*value, sizeof(unused));
+    return value.has_value();
+  };
+  for (const Field& field : operation_.fields) {
+    if (field.optional && !attributes.contains(field.name)) continue;
+    if (field.kind == FieldKind::int32 && !read(field, int32_t{})) {
+      return invalid(std::string("anabranch: no int32 attribute ") + field.name);
+    }
+    if (field.kind == FieldKind::float32 && !read(field, float{})) {
+      return invalid(std::string("anabranch: no float32 attribute ") + field.name);
+    }
   }
+  return ffi::Error::Success();
 }
 
-ffi::Error decode(std::span<const Field> fields, const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
-                  const ffi::Dictionary& attributes, void* args, View (&views)[kMaxBuffers], ab_tensor* workspace) {
+ffi::Error decode(const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
+                  const ffi::Dictionary& attributes, Arguments* arguments, ab_tensor* workspace) {
   const auto operand_names = attributes.get<std::string_view>("operands");
   const auto result_names = attributes.get<std::string_view>("results");
   if (!operand_names.has_value() || !result_names.has_value()) {
@@ -105,20 +142,11 @@ ffi::Error decode(std::span<const Field> fields, const ffi::RemainingArgs& opera
 
   const auto given_orders = attributes.get<std::string_view>("orders");
   const std::string_view orders = given_orders.has_value() ? *given_orders : std::string_view();
-  int used = 0;
-  const auto place = [&](std::string_view name, const ab_tensor& view) -> bool {
-    const Field* field = find(fields, name);
-    if (field == nullptr || field->kind != FieldKind::tensor || view.rank > AB_MAX_RANK) return false;
-    views[used].tensor = view;
-    if (!reorder(orders, name, &views[used])) return false;
-    member<const ab_tensor*>(args, field->offset) = &views[used++].tensor;
-    return true;
-  };
   std::string_view names = *operand_names;
   for (size_t i = 0; i < operands.size(); ++i) {
     const std::string_view name = take_name(names);
     const auto buffer = operands.get<ffi::AnyBuffer>(i);
-    if (!buffer.has_value() || !place(name, view_of(*buffer))) {
+    if (!buffer.has_value() || !arguments->place(name, view_of(*buffer), orders)) {
       return invalid("anabranch: unknown operand " + std::string(name));
     }
   }
@@ -128,26 +156,32 @@ ffi::Error decode(std::span<const Field> fields, const ffi::RemainingArgs& opera
     auto buffer = results.get<ffi::AnyBuffer>(i);
     if (buffer.has_value() && name == "workspace") {
       *workspace = view_of(**buffer);
-    } else if (!buffer.has_value() || !place(name, view_of(**buffer))) {
+    } else if (!buffer.has_value() || !arguments->place(name, view_of(**buffer), orders)) {
       return invalid("anabranch: unknown result " + std::string(name));
     }
   }
-  for (const Field& field : fields) {
-    if (field.optional && !attributes.contains(field.name)) continue;
-    if (field.kind == FieldKind::int32) {
-      const auto value = attributes.get<int32_t>(field.name);
-      if (!value.has_value()) return invalid(std::string("anabranch: no int32 attribute ") + field.name);
-      member<int32_t>(args, field.offset) = *value;
-    } else if (field.kind == FieldKind::float32) {
-      const auto value = attributes.get<float>(field.name);
-      if (!value.has_value()) return invalid(std::string("anabranch: no float32 attribute ") + field.name);
-      member<float>(args, field.offset) = *value;
-    }
-  }
-  return ffi::Error::Success();
+  return arguments->read_numbers(attributes);
 }
 
+ffi::Error run(const Operation& operation, void* stream, const ffi::RemainingArgs& operands,
+               const ffi::RemainingRets& results, const ffi::Dictionary& attributes) {
+  Arguments arguments(operation);
+  ab_tensor workspace{};
+  if (ffi::Error error = decode(operands, results, attributes, &arguments, &workspace); error.failure()) return error;
 #ifndef ANABRANCH_CUDA
+  prepare_results(results);
+#endif
+  return run(operation, arguments, stream, workspace);
+}
+
+#ifdef ANABRANCH_CUDA
+
+ffi::Error run(const Operation& operation, const Arguments& arguments, void* stream, const ab_tensor& workspace) {
+  const ab_exec exec{sizeof(ab_exec), 0, stream, workspace.data, static_cast<size_t>(workspace.shape[0])};
+  return to_error(operation.function(arguments.get(), &exec));
+}
+
+#else
 
 namespace {
 
@@ -168,8 +202,7 @@ void prefer_huge_pages(void* memory, size_t bytes) {
 #endif
 }
 
-}  // namespace
-
+// Memory for a workspace, 64-byte aligned, to be freed with std::free; nullptr on failure.
 void* allocate(size_t bytes) {
   constexpr size_t kHugePage = size_t{2} << 20;
   const size_t alignment = bytes < 2 * kHugePage ? 64 : kHugePage;
@@ -178,11 +211,33 @@ void* allocate(size_t bytes) {
   return memory;
 }
 
+struct FreeDeleter {
+  void operator()(void* memory) const { std::free(memory); }
+};
+
+}  // namespace
+
 void prepare_results(const ffi::RemainingRets& results) {
   for (size_t i = 0; i < results.size(); ++i) {
     auto buffer = results.get<ffi::AnyBuffer>(i);
     if (buffer.has_value()) prefer_huge_pages((*buffer)->untyped_data(), (*buffer)->size_bytes());
   }
+}
+
+ffi::Error run(const Operation& operation, const Arguments& arguments, void*, const ab_tensor&) {
+  ab_exec exec{sizeof(ab_exec), 0, nullptr, nullptr, 0};
+  std::unique_ptr<void, FreeDeleter> memory;
+  if (operation.workspace != nullptr) {
+    const ab_status status = operation.workspace(arguments.get(), &exec, &exec.workspace_size);
+    if (status.code != AB_OK) return to_error(status);
+    if (exec.workspace_size > 0) memory.reset(allocate(exec.workspace_size));
+    if (exec.workspace_size > 0 && memory == nullptr) {
+      return ffi::Error(ffi::ErrorCode::kResourceExhausted,
+                        "anabranch: no memory for a workspace of " + std::to_string(exec.workspace_size) + " bytes");
+    }
+    exec.workspace = memory.get();
+  }
+  return to_error(operation.function(arguments.get(), &exec));
 }
 
 #endif

@@ -8,12 +8,9 @@
 #pragma once
 
 #include <cstddef>
-#include <cstdlib>
-#include <memory>
 #include <span>
 #include <string>
 #include <string_view>
-#include <type_traits>
 
 #include "anabranch/types.h"
 #ifdef ANABRANCH_CUDA
@@ -25,7 +22,7 @@ namespace anabranch::xla {
 
 namespace ffi = ::xla::ffi;
 
-enum class FieldKind { tensor, int32, float32 };
+enum class FieldKind { tensor, int32, float32, exchange };
 
 struct Field {
   const char* name;
@@ -48,107 +45,158 @@ struct Field {
 #define AB_LATER_FLOAT(type, name) \
   ::anabranch::xla::Field { #name, offsetof(type, name), ::anabranch::xla::FieldKind::float32, true }
 
-constexpr int kMaxBuffers = 48;
+// An exchange (exchange.h). Only a call of a sequence (api/sequence_xla.cc) can give one.
+#define AB_EXCHANGE(type, name) \
+  ::anabranch::xla::Field { #name, offsetof(type, name), ::anabranch::xla::FieldKind::exchange, true }
 
-// A tensor view with memory for its strides.
-struct View {
-  ab_tensor tensor;
-  int64_t strides[AB_MAX_RANK];
+constexpr int kMaxBuffers = 48;
+constexpr size_t kMaxArgsBytes = 1024;
+
+// A C function with its fields.
+struct Operation {
+  std::string_view name;
+  std::span<const Field> fields;
+  size_t args_bytes;
+  ab_status (*function)(const void* args, const ab_exec* exec);
+  // The bytes of the workspace; nullptr: the caller knows them, or the function needs none.
+  ab_status (*workspace)(const void* args, const ab_exec* exec, size_t* bytes);
 };
 
-// Fills the fields of `args` (a zeroed args struct) from one call; `views` holds the tensors. A result named
-// "workspace" goes to *workspace.
-ffi::Error decode(std::span<const Field> fields, const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
-                  const ffi::Dictionary& attributes, void* args, View (&views)[kMaxBuffers], ab_tensor* workspace);
+// A C function without the type of its arguments.
+template <auto function>
+struct Untyped;
 
+template <class Args, ab_status (*function)(const Args*, const ab_exec*)>
+struct Untyped<function> {
+  static_assert(sizeof(Args) <= kMaxArgsBytes, "Arguments has room for the struct");
+  static constexpr size_t kBytes = sizeof(Args);
+  static ab_status call(const void* args, const ab_exec* exec) {
+    return function(static_cast<const Args*>(args), exec);
+  }
+};
+
+template <class Args, ab_status (*function)(const Args*, const ab_exec*, size_t*)>
+struct Untyped<function> {
+  static ab_status call(const void* args, const ab_exec* exec, size_t* bytes) {
+    return function(static_cast<const Args*>(args), exec, bytes);
+  }
+};
+
+template <>
+struct Untyped<nullptr> {
+  static constexpr ab_status (*call)(const void*, const ab_exec*, size_t*) = nullptr;
+};
+
+// The arguments of a call while they are decoded.
+class Arguments {
+ public:
+  explicit Arguments(const Operation& operation);
+
+  // Gives a tensor, with its axes in the order that `orders` has for this name. Returns false if the operation has no
+  // such tensor, if it is already given, if the order is invalid, or if there is no room.
+  bool place(std::string_view name, const ab_tensor& tensor, std::string_view orders);
+
+  // Reads all numbers.
+  ffi::Error read_numbers(const ffi::Dictionary& attributes);
+
+  // The field with this name and kind in the struct; nullptr if there is none.
+  void* field(std::string_view name, FieldKind kind);
+
+  const void* get() const { return args_; }
+
+ private:
+  // A tensor view with memory for its strides.
+  struct View {
+    ab_tensor tensor;
+    int64_t strides[AB_MAX_RANK];
+  };
+  static bool reorder(std::string_view orders, std::string_view name, View* view);
+
+  const Operation& operation_;
+  alignas(std::max_align_t) char args_[kMaxArgsBytes];
+  View views_[kMaxBuffers];
+  int used_ = 0;
+};
+
+// The view of a buffer.
+ab_tensor view_of(const ffi::AnyBuffer& buffer);
+
+// Removes the name before the first comma from `names` and returns it.
+std::string_view take_name(std::string_view& names);
+
+ffi::Error invalid(std::string message);
 ffi::Error to_error(const ab_status& status);
+
+// Fills the arguments from one call. A result named "workspace" goes to *workspace.
+ffi::Error decode(const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
+                  const ffi::Dictionary& attributes, Arguments* arguments, ab_tensor* workspace);
+
+#ifndef ANABRANCH_CUDA
+// Requests huge pages for large results, which are freshly allocated memory.
+void prepare_results(const ffi::RemainingRets& results);
+#endif
+
+// Runs an operation with decoded arguments. On a GPU its workspace is given: XLA owns the memory, so a command buffer
+// can capture the call. On the CPU the workspace is temporary memory, and `stream` and `workspace` are not used.
+ffi::Error run(const Operation& operation, const Arguments& arguments, void* stream, const ab_tensor& workspace);
+
+// Decodes and runs one call.
+ffi::Error run(const Operation& operation, void* stream, const ffi::RemainingArgs& operands,
+               const ffi::RemainingRets& results, const ffi::Dictionary& attributes);
 
 #ifdef ANABRANCH_CUDA
 
-// Runs `function` on the stream of the call. Its workspace is the result with that name: XLA owns the memory, so a
-// command buffer can capture the call.
-template <class Args>
-ffi::Error run(std::span<const Field> fields, ab_status (*function)(const Args*, const ab_exec*), void* stream,
-               const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
-               const ffi::Dictionary& attributes) {
-  Args args{};
-  args.size = sizeof(Args);
-  View views[kMaxBuffers];
-  ab_tensor workspace{};
-  if (ffi::Error error = decode(fields, operands, results, attributes, &args, views, &workspace); error.failure()) {
-    return error;
+// Defines anabranch::xla::operations::NAME, which is ab_cuda_NAME. The query of its workspace is not used.
+#define AB_XLA_OPERATION(name, fields, query)                                                                   \
+  namespace anabranch::xla::operations {                                                                        \
+  extern const Operation name;                                                                                  \
+  const Operation name{#name, fields, Untyped<ab_cuda_##name>::kBytes, Untyped<ab_cuda_##name>::call, nullptr}; \
   }
-  const ab_exec exec{sizeof(ab_exec), 0, stream, workspace.data, static_cast<size_t>(workspace.shape[0])};
-  return to_error(function(&args, &exec));
-}
 
-// Defines the exported handler of ab_cuda_NAME. Its workspace is a result, so the query is not used.
-#define AB_XLA_HANDLER(name, fields, workspace)                                                               \
+// Defines AB_XLA_OPERATION and its exported handler ab_cuda_xla_NAME.
+#define AB_XLA_HANDLER(name, fields, query)                                                                   \
+  AB_XLA_OPERATION(name, fields, query)                                                                       \
   static ::anabranch::xla::ffi::Error name##_run(void* stream, ::anabranch::xla::ffi::RemainingArgs operands, \
                                                  ::anabranch::xla::ffi::RemainingRets results,                \
                                                  ::anabranch::xla::ffi::Dictionary attributes) {              \
-    return ::anabranch::xla::run(fields, ab_cuda_##name, stream, operands, results, attributes);              \
+    return ::anabranch::xla::run(::anabranch::xla::operations::name, stream, operands, results, attributes);  \
   }                                                                                                           \
-  extern "C" AB_API XLA_FFI_Error* ab_cuda_xla_##name(XLA_FFI_CallFrame*);                                    \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(ab_cuda_xla_##name, name##_run,                                               \
-                                ::anabranch::xla::ffi::Ffi::Bind()                                            \
-                                    .Ctx<::anabranch::xla::ffi::PlatformStream<void*>>()                      \
-                                    .RemainingArgs()                                                          \
-                                    .RemainingRets()                                                          \
-                                    .Attrs(),                                                                 \
+  AB_XLA_SYMBOL(name, name##_run)
+
+// Exports a function of (stream, operands, results, attributes) as ab_cuda_xla_NAME.
+#define AB_XLA_SYMBOL(name, function)                                                    \
+  extern "C" AB_API XLA_FFI_Error* ab_cuda_xla_##name(XLA_FFI_CallFrame*);               \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(ab_cuda_xla_##name, function,                            \
+                                ::anabranch::xla::ffi::Ffi::Bind()                       \
+                                    .Ctx<::anabranch::xla::ffi::PlatformStream<void*>>() \
+                                    .RemainingArgs()                                     \
+                                    .RemainingRets()                                     \
+                                    .Attrs(),                                            \
                                 {::anabranch::xla::ffi::Traits::kCmdBufferCompatible})
 
 #else
 
-// Memory for a workspace, 64-byte aligned, to be freed with std::free; nullptr on failure.
-void* allocate(size_t bytes);
-
-// Requests huge pages for large results, which are freshly allocated memory.
-void prepare_results(const ffi::RemainingRets& results);
-
-struct FreeDeleter {
-  void operator()(void* memory) const { std::free(memory); }
-};
-
-// Runs `function` on the CPU with decoded arguments and a temporary workspace. workspace nullptr: it needs none.
-template <class Args>
-ffi::Error run(std::span<const Field> fields, ab_status (*function)(const Args*, const ab_exec*),
-               std::type_identity_t<ab_status (*)(const Args*, const ab_exec*, size_t*)> workspace,
-               const ffi::RemainingArgs& operands, const ffi::RemainingRets& results,
-               const ffi::Dictionary& attributes) {
-  Args args{};
-  args.size = sizeof(Args);
-  View views[kMaxBuffers];
-  ab_tensor unused{};  // the workspace of other platforms
-  if (ffi::Error error = decode(fields, operands, results, attributes, &args, views, &unused); error.failure()) {
-    return error;
+// Defines anabranch::xla::operations::NAME, which is ab_NAME. query nullptr: it needs no workspace.
+#define AB_XLA_OPERATION(name, fields, query)                                                                      \
+  namespace anabranch::xla::operations {                                                                           \
+  extern const Operation name;                                                                                     \
+  const Operation name{#name, fields, Untyped<ab_##name>::kBytes, Untyped<ab_##name>::call, Untyped<query>::call}; \
   }
-  prepare_results(results);
 
-  ab_exec exec{sizeof(ab_exec), 0, nullptr, nullptr, 0};
-  std::unique_ptr<void, FreeDeleter> memory;
-  if (workspace != nullptr) {
-    const ab_status status = workspace(&args, &exec, &exec.workspace_size);
-    if (status.code != AB_OK) return to_error(status);
-    if (exec.workspace_size > 0) memory.reset(allocate(exec.workspace_size));
-    if (exec.workspace_size > 0 && memory == nullptr) {
-      return ffi::Error(ffi::ErrorCode::kResourceExhausted,
-                        "anabranch: no memory for a workspace of " + std::to_string(exec.workspace_size) + " bytes");
-    }
-    exec.workspace = memory.get();
-  }
-  return to_error(function(&args, &exec));
-}
+// Defines AB_XLA_OPERATION and its exported handler ab_xla_NAME.
+#define AB_XLA_HANDLER(name, fields, query)                                                                   \
+  AB_XLA_OPERATION(name, fields, query)                                                                       \
+  static ::anabranch::xla::ffi::Error name##_run(::anabranch::xla::ffi::RemainingArgs operands,               \
+                                                 ::anabranch::xla::ffi::RemainingRets results,                \
+                                                 ::anabranch::xla::ffi::Dictionary attributes) {              \
+    return ::anabranch::xla::run(::anabranch::xla::operations::name, nullptr, operands, results, attributes); \
+  }                                                                                                           \
+  AB_XLA_SYMBOL(name, name##_run)
 
-// Defines the exported handler of ab_NAME.
-#define AB_XLA_HANDLER(name, fields, workspace)                                                  \
-  static ::anabranch::xla::ffi::Error name##_run(::anabranch::xla::ffi::RemainingArgs operands,  \
-                                                 ::anabranch::xla::ffi::RemainingRets results,   \
-                                                 ::anabranch::xla::ffi::Dictionary attributes) { \
-    return ::anabranch::xla::run(fields, ab_##name, workspace, operands, results, attributes);   \
-  }                                                                                              \
-  extern "C" AB_API XLA_FFI_Error* ab_xla_##name(XLA_FFI_CallFrame*);                            \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(ab_xla_##name, name##_run,                                       \
+// Exports a function of (operands, results, attributes) as ab_xla_NAME.
+#define AB_XLA_SYMBOL(name, function)                                 \
+  extern "C" AB_API XLA_FFI_Error* ab_xla_##name(XLA_FFI_CallFrame*); \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(ab_xla_##name, function,              \
                                 ::anabranch::xla::ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attrs())
 
 #endif

@@ -12,6 +12,7 @@ constexpr Field kPlanFields[] = {
     AB_TENSOR(ab_plan_args, group_sizes),     AB_TENSOR(ab_plan_args, offsets),
     AB_TENSOR(ab_plan_args, row_of_slot),     AB_TENSOR(ab_plan_args, slot_of_row),
     AB_TENSOR(ab_plan_args, dropped),         AB_TENSOR(ab_plan_args, row_id_map),
+    AB_LATER_INT32(ab_plan_args, is_part),    AB_LATER_INT32(ab_plan_args, first_expert),
 };
 
 }  // namespace

@@ -1,4 +1,5 @@
-// The custom calls of exchanges. Only the CUDA library has them.
+// The custom calls of exchanges, and the operations of exchanges that a sequence (api/sequence_xla.cc) can run. Only
+// the CUDA library has them.
 //
 //     all_gather: x [n, ...]   -> out [P n, ...], order [1]
 //     all_to_all: x [P n, ...] -> out [P n, ...], order [1]
@@ -55,7 +56,37 @@ ffi::Error all_to_all(void* stream, ffi::AnyBuffer x, ffi::RemainingArgs, ffi::R
   return call(ab_cuda_exchange_all_to_all, stream, x, *out, name);
 }
 
+using anabranch::xla::Field;
+
+constexpr Field kAllGatherFields[] = {
+    AB_EXCHANGE(ab_exchange_all_gather_args, exchange), AB_INT32(ab_exchange_all_gather_args, buffer),
+    AB_INT32(ab_exchange_all_gather_args, part),        AB_TENSOR(ab_exchange_all_gather_args, x),
+    AB_TENSOR(ab_exchange_all_gather_args, out),
+};
+
+constexpr Field kAllToAllFields[] = {
+    AB_EXCHANGE(ab_exchange_all_to_all_args, exchange), AB_INT32(ab_exchange_all_to_all_args, buffer),
+    AB_INT32(ab_exchange_all_to_all_args, part),        AB_TENSOR(ab_exchange_all_to_all_args, x),
+    AB_TENSOR(ab_exchange_all_to_all_args, out),
+};
+
+constexpr Field kReleaseFields[] = {
+    AB_EXCHANGE(ab_exchange_release_args, exchange),
+    AB_INT32(ab_exchange_release_args, buffer),
+};
+
+constexpr Field kSumFields[] = {
+    AB_EXCHANGE(ab_exchange_sum_args, exchange), AB_INT32(ab_exchange_sum_args, buffer),
+    AB_FLOAT(ab_exchange_sum_args, factor),      AB_TENSOR(ab_exchange_sum_args, sums),
+    AB_TENSOR(ab_exchange_sum_args, addend),     AB_TENSOR(ab_exchange_sum_args, out),
+};
+
 }  // namespace
+
+AB_XLA_OPERATION(exchange_all_gather, kAllGatherFields, nullptr)
+AB_XLA_OPERATION(exchange_all_to_all, kAllToAllFields, nullptr)
+AB_XLA_OPERATION(exchange_release, kReleaseFields, nullptr)
+AB_XLA_OPERATION(exchange_sum, kSumFields, nullptr)
 
 #define AB_XLA_EXCHANGE(name)                                                       \
   extern "C" AB_API XLA_FFI_Error* ab_cuda_xla_exchange_##name(XLA_FFI_CallFrame*); \

@@ -68,6 +68,8 @@ constexpr Field kGroupedMatmulCombineFields[] = {
     AB_TENSOR(ab_grouped_matmul_combine_args, lora_a),
     AB_TENSOR(ab_grouped_matmul_combine_args, lora_b),
     AB_TENSOR(ab_grouped_matmul_combine_args, lora_u),
+    AB_EXCHANGE(ab_grouped_matmul_combine_args, returning),
+    AB_LATER_INT32(ab_grouped_matmul_combine_args, returning_buffer),
 };
 
 constexpr Field kFfnForwardFields[] = {
@@ -109,6 +111,8 @@ constexpr Field kFfnForwardFields[] = {
     AB_TENSOR(ab_expert_ffn_forward_args, lora_b_in_copy),
     AB_TENSOR(ab_expert_ffn_forward_args, lora_a_out_copy),
     AB_TENSOR(ab_expert_ffn_forward_args, lora_b_out_copy),
+    AB_EXCHANGE(ab_expert_ffn_forward_args, arriving),
+    AB_LATER_INT32(ab_expert_ffn_forward_args, arriving_buffer),
 };
 
 constexpr Field kFfnBackwardFields[] = {
@@ -157,6 +161,8 @@ constexpr Field kFfnBackwardFields[] = {
     AB_TENSOR(ab_expert_ffn_backward_args, d_lora_b_in),
     AB_TENSOR(ab_expert_ffn_backward_args, d_lora_a_out),
     AB_TENSOR(ab_expert_ffn_backward_args, d_lora_b_out),
+    AB_EXCHANGE(ab_expert_ffn_backward_args, arriving),
+    AB_LATER_INT32(ab_expert_ffn_backward_args, arriving_buffer),
 };
 
 }  // namespace

@@ -29,6 +29,10 @@ TEST(CudaWorkspaces, RefusesSizesBeyondAnyMemory) {
                  AB_INVALID_ARGUMENT, "F: got 46116860");
   EXPECT_REFUSED(ab_cuda_lora_workspace_bound(8, 8, 8, 8, kHuge, 1, AB_FLOAT32, &bytes), AB_INVALID_ARGUMENT,
                  "r: got 46116860");
+  EXPECT_REFUSED(ab_cuda_returning_workspace_bound(8, -1, 8, 8, AB_BFLOAT16, &bytes), AB_INVALID_ARGUMENT, "P: got -1");
+  EXPECT_REFUSED(ab_cuda_returning_workspace_bound(8, kHuge, 8, 8, AB_BFLOAT16, &bytes), AB_INVALID_ARGUMENT,
+                 "P: got 46116860");
+  EXPECT_REFUSED(ab_cuda_arriving_workspace_bound(-1, &bytes), AB_INVALID_ARGUMENT, "E: got -1");
   EXPECT_EQ(bytes, 7u) << "a refused query must not write it";
 }
 
@@ -40,6 +44,7 @@ TEST(CudaWorkspaces, RefusesDtypesThatAreNotFloat) {
                  "d_y_dtype: got ab_dtype 99");
   EXPECT_REFUSED(ab_cuda_grouped_matmul_combine_workspace_bound(8, 8, 8, 8, 0, 0, &bytes), AB_INVALID_ARGUMENT,
                  "dtype: got ab_dtype 0");
+  EXPECT_REFUSED(ab_cuda_returning_workspace_bound(8, 2, 8, 8, AB_INT32, &bytes), AB_INVALID_ARGUMENT, "dtype: got");
   EXPECT_REFUSED(ab_cuda_lora_workspace_bound(8, 8, 8, 8, 8, 1, AB_INT32, &bytes), AB_INVALID_ARGUMENT, "dtype: got");
   EXPECT_REFUSED(ab_cuda_expert_ffn_forward_workspace_bound(8, 8, AB_BOOL, &bytes), AB_INVALID_ARGUMENT, "dtype: got");
   EXPECT_REFUSED(ab_cuda_expert_ffn_backward_workspace_bound(8, 8, 8, 2, 8, AB_FLOAT32, -1, 15, &bytes),
@@ -60,11 +65,30 @@ TEST(CudaWorkspaces, RefusesANullResult) {
         ab_cuda_plan_workspace_bound(8, 8, nullptr), ab_cuda_sort_chunks_workspace_bound(8, nullptr),
         ab_cuda_grouped_matmul_dw_workspace_bound(8, 8, 8, 8, AB_BFLOAT16, AB_BFLOAT16, nullptr),
         ab_cuda_grouped_matmul_combine_workspace_bound(8, 8, 8, 8, 1, AB_BFLOAT16, nullptr),
+        ab_cuda_returning_workspace_bound(8, 2, 8, 8, AB_BFLOAT16, nullptr),
+        ab_cuda_arriving_workspace_bound(8, nullptr),
         ab_cuda_lora_workspace_bound(8, 8, 8, 8, 8, 1, AB_BFLOAT16, nullptr),
         ab_cuda_expert_ffn_forward_workspace_bound(8, 8, AB_BFLOAT16, nullptr),
         ab_cuda_expert_ffn_backward_workspace_bound(8, 8, 8, 2, 8, AB_BFLOAT16, AB_BFLOAT16, 15, nullptr)}) {
     EXPECT_REFUSED(status, AB_INVALID_ARGUMENT, "bytes: got NULL");
   }
+}
+
+// (P - 1) T D elements of 2 bytes are 32, 96 and 224 MiB: 2, 4 and 4 chunks. Few bytes, or few columns, are one chunk.
+TEST(CudaWorkspaces, HasOneChunkOfReturningSums) {
+  const auto bound = [](int64_t R, int64_t P, int64_t T, int64_t N) {
+    size_t bytes = 0;
+    EXPECT_OK(ab_cuda_returning_workspace_bound(R, P, T, N, AB_BFLOAT16, &bytes));
+    return bytes;
+  };
+  EXPECT_EQ(bound(128, 2, 8192, 2048), 128u * 1024 * 2);
+  EXPECT_EQ(bound(128, 4, 8192, 2048), 128u * 512 * 2);
+  EXPECT_EQ(bound(128, 8, 8192, 2048), 128u * 512 * 2);
+  EXPECT_EQ(bound(128, 4, 64, 2048), 128u * 2048 * 2);
+  EXPECT_EQ(bound(128, 4, 1 << 20, 72), 128u * 72 * 2);
+  size_t bytes = 0;
+  EXPECT_OK(ab_cuda_arriving_workspace_bound(128, &bytes));
+  EXPECT_EQ(bytes, 2u * 128 * 4);
 }
 
 // CUDA refuses these numbers of experts and the CPU does not. JAX queries the bound for programs of either platform.

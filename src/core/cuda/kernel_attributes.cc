@@ -23,11 +23,19 @@ constexpr int kEntryBits = 10;
 constexpr unsigned kEntries = 1u << kEntryBits;
 constexpr unsigned kProbes = 32;
 Entry entries[kEntries];  // a hash table with linear probing; entries are never removed
-std::mutex mutex;         // held while an attribute is changed, so that the cache agrees with the runtime
+
+constexpr int kDeviceBits = 6;  // an address has at most 57 bits
+
+// Held while an attribute is changed, so that the cache agrees with the runtime. Each device has its own: the change
+// may load the kernel, which may wait until the device is idle. Kernels of an exchange on that device may wait for a
+// device whose host thread is about to change an attribute, too.
+std::mutex& mutex_of(const Device& device) {
+  static std::mutex mutexes[1 << kDeviceBits];
+  return mutexes[static_cast<unsigned>(device.number) % (1u << kDeviceBits)];
+}
 
 // The entry of a kernel, or nullptr if the table has no place for it.
 Entry* find_entry(const void* kernel, const Device& device) {
-  constexpr int kDeviceBits = 6;  // an address has at most 57 bits
   if (device.number >> kDeviceBits != 0) return nullptr;
   const uint64_t key =
       static_cast<uint64_t>(reinterpret_cast<uintptr_t>(kernel)) << kDeviceBits | static_cast<unsigned>(device.number);
@@ -44,13 +52,13 @@ Entry* find_entry(const void* kernel, const Device& device) {
 }
 
 // See prepare_shared_memory(). entry may be nullptr.
-cudaError_t allow_block(Entry* entry, const void* kernel, size_t given_bytes) {
+cudaError_t allow_block(Entry* entry, const void* kernel, const Device& device, size_t given_bytes) {
   const int bytes = static_cast<int>(std::min<size_t>(given_bytes, INT32_MAX));
   const auto is_allowed = [&] {
     return entry != nullptr && entry->shared_bytes.load(std::memory_order_acquire) >= bytes;
   };
   if (is_allowed()) return cudaSuccess;
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(mutex_of(device));
   if (is_allowed()) return cudaSuccess;
   const cudaError_t failure = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (failure == cudaSuccess && entry != nullptr) entry->shared_bytes.store(bytes, std::memory_order_release);
@@ -63,7 +71,7 @@ void limit_blocks(Entry* entry, const void* kernel, const Device& device, size_t
   const size_t percent = (bytes + kReservedBytes) * 100 / static_cast<size_t>(device.shared_bytes) + 1;
   const int carveout = static_cast<int>(std::min<size_t>(percent, 100));
   if (entry != nullptr && entry->carveout.load(std::memory_order_acquire) == carveout) return;
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(mutex_of(device));
   if (cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, carveout) != cudaSuccess) {
     cudaGetLastError();  // clear it
   } else if (entry != nullptr) {
@@ -79,7 +87,7 @@ ab_status prepare_shared_memory(const char* name, const void* kernel, const Devi
   if (block_bytes <= kDefaultBlockBytes && resident_blocks == 0) return ok();
   Entry* const entry = find_entry(kernel, device);
   if (block_bytes > kDefaultBlockBytes) {
-    const cudaError_t failure = allow_block(entry, kernel, block_bytes);
+    const cudaError_t failure = allow_block(entry, kernel, device, block_bytes);
     if (failure == cudaErrorInvalidValue) {
       cudaGetLastError();  // clear it
       return error(AB_UNSUPPORTED, "%s: a block needs %zu bytes of shared memory, more than the device has", name,
@@ -108,7 +116,7 @@ cudaError_t find_ptx_version(const void* kernel, const Device& device, int* vers
 void forget_kernel_attributes(const void* kernel, const Device& device) {
   Entry* const entry = find_entry(kernel, device);
   if (entry == nullptr) return;
-  std::lock_guard lock(mutex);
+  std::lock_guard lock(mutex_of(device));
   entry->shared_bytes.store(0, std::memory_order_relaxed);
   entry->carveout.store(0, std::memory_order_relaxed);
 }

@@ -3,6 +3,7 @@
 
 #include "core/cuda/launch.h"
 #include "exchange/cuda/exchange.h"
+#include "exchange/cuda/steps.h"
 
 namespace anabranch::cuda {
 
@@ -19,6 +20,16 @@ ab_status find_exchange(std::string_view name, ab_exchange** exchange) {
   int device = 0;
   AB_RETURN_IF_CUDA_ERROR("cudaGetDevice", cudaGetDevice(&device));
   return cuda::registry().find(name, device, exchange);
+}
+
+int32_t rank_of(const ab_exchange& exchange) { return exchange.shape.rank; }
+
+ab_status join_copies(ab_exchange* exchange, void* stream) {
+  std::lock_guard lock(exchange->calls);
+  constexpr int kBuffer = 0;  // the events of any buffer follow all copies so far
+  AB_RETURN_IF_ERROR(cuda::end_copies(*exchange, kBuffer));
+  AB_RETURN_IF_ERROR(cuda::await_local_copies(*exchange, kBuffer, static_cast<cudaStream_t>(stream)));
+  return cuda::await_pushes(*exchange, kBuffer, static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace anabranch::exchange

@@ -164,6 +164,45 @@ def test_grouped_matmul_combine(library, R, E, D, F, backward, transpose_w, dtyp
         assert needed(library, "ab_cuda_grouped_matmul_combine", values) == bound
 
 
+class Exchange(ctypes.Structure):
+    """The beginning of an exchange (src/exchange/check.h, Shape). A query of a workspace reads nothing else."""
+
+    _fields_ = (("rank", ctypes.c_int32), ("ranks", ctypes.c_int32))
+
+
+def exchange(ranks):
+    return ctypes.cast(ctypes.pointer(Exchange(0, ranks)), ctypes.c_void_p)
+
+
+@pytest.mark.parametrize("T", [3, 1000, 8192])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+@pytest.mark.parametrize("D", [64, 2048, 4104])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_that_return(library, T, ranks, D, dtype):
+    dtype, R, E, F = DTYPES[dtype], 1000, 4, 72
+    values = {
+        "x": np.empty((R, F), dtype),
+        "w": np.empty((E, F, D), dtype),
+        "group_sizes": np.empty(E, np.int32),
+        "slot_of_row": np.empty(R, np.int32),
+        "row_of_slot": np.empty((ranks * T, 1), np.int32),
+        "out": np.empty((ranks * T, D), dtype),
+        "returning": exchange(ranks),
+    }
+    assert needed(library, "ab_cuda_grouped_matmul_combine", values) == workspaces.returning(R, ranks, T, D, dtype)
+
+
+@expert_shapes
+def test_tokens_that_arrive(library, R, E, D, F):
+    values = ffn_values(R, E, D, F, 2, "bfloat16") | {"slot_of_row": np.empty(R, np.int32), "topk": 1}
+    of_network = values | {"arriving": exchange(2)}
+    del of_network["w_out"]
+    of_network["a"] = np.empty((R, F), DTYPES["bfloat16"])
+    assert needed(library, "ab_cuda_expert_ffn_forward", of_network) == workspaces.arriving(E)
+    hidden = values | {"d_out": values["x"], "dh": values["h"], "arriving": exchange(2)}
+    assert needed(library, "ab_cuda_expert_ffn_backward", hidden) <= workspaces.arriving(E)
+
+
 def test_summed_rows_of_2048_columns_or_more_come_in_chunks():
     workspace = functools.partial(workspaces.grouped_matmul_combine, dtype="bfloat16")
     for terms, backward in ((256, False), (512, True)):

@@ -26,6 +26,7 @@ from mesh import make_mesh, parse_mesh  # noqa: E402
 from moe_cases import operands, run_layer  # noqa: E402
 
 T, E, K, D, F = 64, 8, 3, 16, 24
+LARGE_T, LARGE_D = 16384, 1280
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Case:
     fsdp: bool = False
     capacity_factor: float | None = None
     one_rank: bool = False
+    large: bool = False
 
     def __str__(self):
         return ",".join(str(value) for value in dataclasses.astuple(self) if value not in (None, False))
@@ -62,17 +64,24 @@ class Case:
             capacity_factor=self.capacity_factor,
         )
 
+    @property
+    def tokens(self):
+        """T."""
+        return LARGE_T if self.large else T
+
     def arrays(self):
-        return operands(T, E, K, D, F, dtype=self.dtype, bias=True, skew=3.0, cold=1)
+        return operands(
+            self.tokens, E, K, LARGE_D if self.large else D, F, dtype=self.dtype, bias=True, skew=3.0, cold=1
+        )
 
     def options(self):
         rng = np.random.default_rng(3)
         options = {"topk": K, "aux_loss_coeff": 0.3, "z_loss_coeff": 0.1}
         if self.one_rank:
-            forced = rng.integers(E - 2, E, (T, K)).astype(np.int32)
+            forced = rng.integers(E - 2, E, (self.tokens, K)).astype(np.int32)
             forced[::4, 1] = -1
             return {**options, "forced_experts": forced}
-        return {**options, "token_mask": rng.random(T) < 0.9}
+        return {**options, "token_mask": rng.random(self.tokens) < 0.9}
 
 
 def load(path):

@@ -153,6 +153,46 @@ def test_p2p_has_the_bits_of_ring(gpu, case):
         assert_same(got, want)
 
 
+@jax.jit
+def same_bits(got, want):
+    """Whether two trees of finite arrays are equal."""
+    pairs = zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True)
+    return jnp.all(jnp.stack([jnp.array_equal(a, b) for a, b in pairs]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weight_early", [False, True], ids=["late weights", "early weights"])
+@pytest.mark.parametrize("text", ["expert=2", "expert=4", "expert=2,data=2"])
+def test_p2p_of_large_tokens_has_the_bits_of_ring(gpu, text, weight_early):
+    """Copy engines send the tokens, GEMMs begin with those that arrive first, and sums return in chunks.
+
+    The program runs often, so that XLA also runs it as a command buffer. No run waits for the previous one.
+    """
+    mesh = mesh_for(text)
+    sizes = Sizes(T=16384 * mesh.shape["expert"] * mesh.shape["data"], E=16, K=4, D=2048, F=256)
+    arrays, options, parallel = given(Case(text, "ring", sizes))
+
+    def loss(parallel, arrays):
+        main = (arrays[name] for name in ("x", "gate", "w_in", "w_out"))
+        rest = {name: arrays[name] for name in ("b_in", "b_out")}
+        result = moe(*main, **rest, topk=options["topk"], weight_early=weight_early, parallel=parallel)
+        return jnp.mean(jnp.square(result.output.astype(jnp.float32))), result.output
+
+    del arrays["gate_bias"]
+    steps = {}
+    with jax.set_mesh(mesh):
+        placed_arrays = {name: placed(mesh, parallel)(name, array) for name, array in arrays.items()}
+        for one in (parallel, by_p2p(parallel)):
+            step = jax.jit(jax.value_and_grad(functools.partial(loss, one), has_aux=True))
+            steps[one.transport] = functools.partial(step, placed_arrays)
+        want = steps["ring"]()
+        (_, output), gradients = want
+        assert all(jnp.isfinite(array).all() for array in jax.tree.leaves(want))
+        assert jnp.any(output) and all(jnp.any(array) for array in gradients.values())
+        equal = [same_bits(steps["p2p"](), want) for _ in range(20)]
+        assert all(map(bool, equal)), list(map(bool, equal))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("text", ["expert=2", "expert=4", "expert=2,data=2"])
 def test_p2p_in_programs_of_several_layers(gpu, text):

@@ -154,6 +154,7 @@ def test_p2p_between_processes_has_the_bits_of_ring(gpu, tmp_path, processes):
         case for case in ON_GPUS[f"{processes} GPUs"][1] if case.transport == "ring" and "expert=1" not in case.mesh
     ]
     cases.append(Case(f"expert={processes}", "ring", "bfloat16", capacity_factor=0.7))
+    cases.append(Case(f"expert={processes}", "ring", "bfloat16", large=True))
     pairs = [dataclasses.replace(case, transport=name) for case in cases for name in ("ring", "p2p")]
     run_cases(tmp_path, pairs, processes=processes, gpus=True, JAX_PLATFORMS="cuda", XLA_FLAGS="")
     for index, case in enumerate(cases):

@@ -6,7 +6,7 @@ requested", so one handler serves every combination of optional tensors.
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from anabranch import _library
+from anabranch.jax.binding.sequence import Buffer, Sequence
 from anabranch.jax.binding.sharding import TokenCall, vary_alike
 
 
@@ -119,6 +120,8 @@ def call(
 ) -> dict[str, Any]:
     """Calls the handler `target` on arrays that are whole on one device.
 
+    With a Buffer among the operands the call becomes one of its sequence, and the results are Buffers.
+
     Args:
       target: exported symbol, for example "ab_xla_router_forward".
       operands: arrays by field name; None: not given.
@@ -136,6 +139,12 @@ def call(
     Raises:
       ValueError: an operand is sharded, and the call does not run on shards (sharding.TokenCall).
     """
+    name = target.removeprefix("ab_xla_")
+    for operand in operands.values():
+        if isinstance(operand, Buffer):
+            return operand.sequence.call(
+                name, operands, results, aliases=aliases, workspace=workspace, orders=orders, **attributes
+            )
     register()
     given = {name: array for name, array in operands.items() if array is not None}
     requested = {name: result for name, result in results.items() if result is not None}
@@ -151,7 +160,6 @@ def call(
         ),
         attributes=tuple(attributes.items()),
     )
-    name = target.removeprefix("ab_xla_")
     whole = (
         f"{name}: got {{got}}, expected whole arrays, since rows are counted over all tokens; "
         "use moe(), which takes sharded tokens, or call it inside jax.shard_map"
@@ -162,7 +170,7 @@ def call(
 
 
 def call_exchange(
-    operation: str, x: jax.Array, order: Sequence[jax.Array], shape: tuple[int, ...], exchange: str
+    operation: str, x: jax.Array, order: list[jax.Array], shape: tuple[int, ...], exchange: str
 ) -> tuple[jax.Array, list[jax.Array]]:
     """Calls ab_xla_exchange_OPERATION, "all_gather" or "all_to_all", on one device of a mesh of GPUs.
 
@@ -180,3 +188,108 @@ def call_exchange(
     call = jax.ffi.ffi_call(f"ab_xla_exchange_{operation}", results, vmap_method="sequential")
     result, after = call(x, *order, exchange=exchange)
     return result, [after]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Program:
+    """A sequence without its operands. Dictionaries are tuples of items, so it can be hashed."""
+
+    operands: int
+    results: tuple[tuple[tuple[int, ...], str], ...]
+    aliases: tuple[tuple[int, int], ...]
+    workspace: int
+    exchanges: tuple[tuple[str, str], ...]
+    views: tuple[tuple[tuple[str, Any], ...], ...]
+    calls: tuple[tuple[tuple[tuple[str, str, int], ...], tuple[tuple[str, Any], ...]], ...]
+    """Of each call (name, kind and index of every tensor; options)."""
+    target: str = "ab_xla_sequence"
+
+    def attributes(self, workspace: int) -> dict[str, Any]:
+        """The attributes of the custom call; workspace: its bytes."""
+        first_view = self.operands + len(self.results) + (workspace > 0)
+        first = {"operand": 0, "result": self.operands, "view": first_view}
+        found: dict[str, Any] = {
+            "calls": np.int32(len(self.calls)),
+            "workspace": np.int32(first_view - 1 if workspace else -1),
+        }
+        for i, (tensors, options) in enumerate(self.calls):
+            numbers = ",".join(f"{name}={first[kind] + index}" for name, kind, index in tensors)
+            found[f"call_{i}"] = {"tensors": numbers, **dict(options)}
+        if self.exchanges:
+            found["exchanges"] = dict(self.exchanges)
+        if self.views:
+            found["views"] = np.int32(len(self.views))
+            found |= {f"view_{i}": dict(view) for i, view in enumerate(self.views)}
+        return found
+
+
+def _number(value: Any) -> Any:
+    if isinstance(value, str):
+        return value
+    return np.float32(value) if isinstance(value, float) else np.int32(value)
+
+
+def _program(sequence: Sequence) -> _Program:
+    calls = []
+    for call in sequence.calls:
+        options: dict[str, Any] = {"function": call.function}
+        if call.orders:
+            options["orders"] = call.orders
+        options |= {name: _number(value) for name, value in call.options.items()}
+        tensors = tuple((name, buffer.kind, buffer.index) for name, buffer in call.tensors.items())
+        calls.append((tensors, tuple(options.items())))
+    views = [
+        {
+            "exchange": view.exchange,
+            "buffer": np.int32(view.buffer),
+            "dtype": np.int32(_library.DTYPES[view.dtype.name]),
+            "shape": ",".join(map(str, view.shape)),
+        }
+        for view in sequence.views
+    ]
+    return _Program(
+        operands=len(sequence.operands),
+        results=tuple((tuple(r.shape), np.dtype(r.dtype).name) for r in sequence.results),
+        aliases=tuple(sequence.aliases),
+        workspace=sequence.workspace,
+        exchanges=tuple(sequence.exchanges.items()),
+        views=tuple(tuple(view.items()) for view in views),
+        calls=tuple(calls),
+    )
+
+
+def _call_sequence(program: _Program, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    arrays = vary_alike(*arrays)
+    run = _run_sequence_with_workspace if program.workspace else functools.partial(_run_sequence, workspace=0)
+    outputs: tuple[jax.Array, ...] = run(program, *arrays)
+    return outputs
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _run_sequence_with_workspace(program: _Program, *arrays: jax.Array) -> tuple[jax.Array, ...]:
+    """As `_run_with_workspace`."""
+    on_cpu = functools.partial(_run_sequence, program, workspace=0)
+    outputs: tuple[jax.Array, ...] = jax.lax.platform_dependent(
+        *arrays, cpu=on_cpu, default=functools.partial(_run_sequence, program, workspace=program.workspace)
+    )
+    return outputs
+
+
+def _run_sequence(program: _Program, *arrays: jax.Array, workspace: int) -> tuple[jax.Array, ...]:
+    results = program.results + ((((workspace,), "uint8"),) if workspace else ())
+    types = (jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results)
+    outputs = jax.ffi.ffi_call(
+        program.target,
+        tuple(_like_operands(result, arrays[0]) for result in types),
+        vmap_method="sequential",
+        input_output_aliases=dict(program.aliases),
+    )(*arrays, **program.attributes(workspace))
+    return tuple(outputs[: len(program.results)])
+
+
+def call_sequence(sequence: Sequence) -> list[jax.Array]:
+    """Runs a sequence on one device, or on one device of a mesh; returns all of its results."""
+    register()
+    program = _program(sequence)
+    run = TokenCall(_call_sequence, program, (0,) * program.operands, (0,) * len(program.results))
+    return list(run(*sequence.operands))

@@ -58,6 +58,16 @@ def grouped_matmul_combine(R: int, E: int, D: int, N: int, dtype: Any, *, backwa
     return _bound("grouped_matmul_combine", *sizes, _flag(backward), _dtype(dtype))
 
 
+def returning(R: int, P: int, T: int, N: int, dtype: Any) -> int:
+    """Workspace instead of that of grouped_matmul_combine, for sums [P T, N] of `dtype` that return to P ranks."""
+    return _bound("returning", _size(R), _size(P), _size(T), _size(N), _dtype(dtype))
+
+
+def arriving(E: int) -> int:
+    """Additional workspace of a call of the network on tokens that are arriving."""
+    return _bound("arriving", _size(E))
+
+
 def fp8_rows(R: int, D: int) -> int:
     """Workspace for quantising rows [R, D]."""
     return _bound("fp8_rows", _size(R), _size(D))

@@ -5,7 +5,6 @@ sends them to their experts and returns the sums. Gradients of operands that sev
 explicitly; JAX does not differentiate through collectives.
 """
 
-import dataclasses
 import functools
 import math
 from typing import Any
@@ -17,7 +16,8 @@ from jax.sharding import PartitionSpec
 from anabranch.jax.binding.arrays import flat
 from anabranch.jax.binding.sharding import array_axes, entry_axes, spec_entry, vary_like
 from anabranch.jax.layer.gate import GateResiduals, gate_residuals, select, select_backward
-from anabranch.jax.layer.names import named_h, named_routing, named_u
+from anabranch.jax.layer.mesh_halves import halves, tensor_sum
+from anabranch.jax.layer.names import named_h, named_u
 from anabranch.jax.layer.operands import (
     TOKEN_RESULTS,
     TOKENS,
@@ -26,7 +26,6 @@ from anabranch.jax.layer.operands import (
     LayerOutput,
     Operands,
     Selection,
-    ffn_operands,
     flat_selection,
     flat_tokens,
     gradients,
@@ -38,20 +37,11 @@ from anabranch.jax.layer.operands import (
     weight_dtypes,
 )
 from anabranch.jax.ops.ffn import (
-    FfnConfig,
-    FfnOperands,
     Saved,
-    SlotGemm,
-    down_gradients,
-    ffn_backward_by_slot,
-    ffn_forward_by_slot,
-    rows_gradient,
-    up_gradients,
 )
 from anabranch.jax.ops.plan import plan
-from anabranch.jax.ops.quantized import QuantizedExperts, QuantizedOperand, quantize_rows
-from anabranch.jax.parallel.exchange import Transport, drop_over_capacity
-from anabranch.jax.parallel.message import dequantize, pack, unpack
+from anabranch.jax.ops.quantized import QuantizedExperts
+from anabranch.jax.parallel.exchange import drop_over_capacity
 from anabranch.jax.parallel.parallel import Placement, quantized_specs
 from anabranch.jax.parallel.transports import transport
 
@@ -131,62 +121,12 @@ def _reduced(placement: Placement, name: str, gradient: jax.Array) -> jax.Array:
     on_every_rank = name in ("gate", "gate_bias") or name in [f"lora_{field}" for field in placement.shared]
     axes = placement.token_axes if on_every_rank else tuple(placement.parallel.data_axes)
     if name in ("lora_a_in", "lora_b_out"):  # from v_in and z', which every shard of F computes for its columns
-        gradient = _tensor_sum(placement, gradient)
+        gradient = tensor_sum(placement, gradient)
     dimension = _fsdp_dimensions(placement).get(name)
     if placement.parallel.fsdp_axes and dimension is not None:
         gradient = jax.lax.psum_scatter(gradient, placement.parallel.fsdp_axes, scatter_dimension=dimension, tiled=True)
         axes = tuple(axis for axis in axes if axis not in placement.parallel.fsdp_axes)
     return jax.lax.psum(gradient, axes) if axes else gradient
-
-
-def _tensor_sum(placement: Placement, array: jax.Array) -> jax.Array:
-    """The sum over the tensor axis, whose devices each have a shard of F."""
-    return array if placement.parallel.tensor_axis is None else jax.lax.psum(array, placement.parallel.tensor_axis)
-
-
-def _sent(
-    config: LayerConfig, placement: Placement, chosen: Transport, route: Any, tokens: jax.Array
-) -> tuple[jax.Array, QuantizedOperand | None]:
-    """Tokens [T, D] as they arrive at their experts, and their quantised form if they are sent as FP8."""
-    if not placement.parallel.fp8_exchange:
-        return chosen.send(route, tokens), None
-    arrived = unpack(chosen.send(route, pack(quantize_rows(tokens, config.ffn.fp8_scales))), tokens.shape[1])
-    return dequantize(arrived, tokens.dtype), arrived
-
-
-def _collected(
-    placement: Placement,
-    chosen: Transport,
-    route: Any,
-    rows: SlotGemm,
-    weights: jax.Array | None,
-    dtype: Any,
-    addend: jax.Array | None = None,
-) -> jax.Array:
-    """The transport's `collect`, summed over the shards of F; the addend is added once, after that."""
-    if placement.parallel.tensor_axis is None:
-        return chosen.collect(route, rows, weights, dtype, addend)
-    sums = jax.lax.psum(chosen.collect(route, rows, weights, jnp.float32), placement.parallel.tensor_axis)
-    return (sums if addend is None else sums + addend).astype(dtype)
-
-
-def _ffn_operands(
-    placement: Placement,
-    operands: Operands,
-    route: Any,
-    tokens: tuple[jax.Array, QuantizedOperand | None],
-    weights: jax.Array | None,
-) -> FfnOperands:
-    """The operands of this device's experts; tokens: from `_sent`. Only one shard of F adds b_out."""
-    b_out = operands.b_out
-    if b_out is not None and placement.parallel.tensor_axis is not None:
-        b_out = jnp.where(jax.lax.axis_index(placement.parallel.tensor_axis) == 0, b_out, 0)
-    x, x_quantized = tokens
-    return ffn_operands(operands._replace(x=x, b_out=b_out), route, weights)._replace(x_quantized=x_quantized)
-
-
-def _ffn_config(config: LayerConfig, chosen: Transport) -> FfnConfig:
-    return dataclasses.replace(config.ffn, topk=chosen.topk)
 
 
 def _without_invalid(experts: jax.Array, num_experts: int) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -200,7 +140,7 @@ def _forward(
     config: LayerConfig, placement: Placement, save: bool, given: dict[str, jax.Array]
 ) -> tuple[dict[str, jax.Array], MeshResiduals]:
     whole = _operands(given)
-    leading, dtype = whole.x.shape[:-1], whole.x.dtype
+    leading = whole.x.shape[:-1]
     operands = flat_tokens(_gathered(config, placement, whole, backward=False))
     selection, sums, gate = select(config, operands, save=save, counts=True)
     experts, wrong = selection.experts, jnp.zeros((), jnp.int32)
@@ -208,14 +148,8 @@ def _forward(
         experts, counts, wrong = _without_invalid(experts, placement.bounds.experts)
         sums = sums._replace(tokens_per_expert=counts)
     experts, dropped = drop_over_capacity(placement.bounds, experts)
-    chosen = transport(placement.transport, placement.bounds)
-    route = named_routing(chosen.plan(experts))
-    early = chosen.send_weights(route, selection.weights) if config.ffn.weight_early else None
-    late = None if config.ffn.weight_early else selection.weights
-    arrived = _sent(config, placement, chosen, route, operands.x)
-    ffn = _ffn_operands(placement, operands, route, arrived, early)
-    y, saved = ffn_forward_by_slot(_ffn_config(config, chosen), ffn, save=save)
-    output = _collected(placement, chosen, route, y, late, dtype)
+    passes = halves(config, placement)
+    output, saved, route = passes.experts(operands, experts, selection.weights, save=save)
     if placement.token_axes:
         sums = jax.lax.psum(sums, placement.token_axes)
     result = _given(layer_output(config, leading, output, selection, sums, (wrong + dropped)[None]))
@@ -239,32 +173,16 @@ def _backward(
     whole = _operands(given)
     operands = flat_tokens(_gathered(config, placement, whole, backward=True))
     selection = flat_selection(selection)
-    chosen = transport(placement.transport, placement.bounds)
-    route = chosen.route(**{name[6:]: array for name, array in residuals.items() if name.startswith("route.")})
-    # The cotangent of the unweighted rows goes to the experts together with the weights. The experts then have all
-    # operands of d_weights, and the rows that the forward pass returned need not be saved.
-    arrived = _sent(config, placement, chosen, route, operands.x)
-    ffn = _ffn_operands(placement, operands, route, arrived, chosen.send_weights(route, selection.weights))
-    d_rows, d_rows_quantized = _sent(config, placement, chosen, route, flat(cotangents.output))
-    options = _ffn_config(config, chosen)
-    saved = Saved(residuals["h"], residuals.get("u"))
-    intermediate = ffn_backward_by_slot(options, ffn, saved, d_rows, wanted, d_out_quantized=d_rows_quantized)
-    d_weights = cotangents.total_d_weights(_tensor_sum(placement, chosen.collect_weights(route, intermediate.weights)))
+    route_type = transport(placement.transport, placement.bounds).route
+    route = route_type(**{name[6:]: array for name, array in residuals.items() if name.startswith("route.")})
+    dtypes, saved = weight_dtypes(whole), Saved(residuals["h"], residuals.get("u"))
+    passes = halves(config, placement)
+    d_weights = passes.hidden(operands, route, selection.weights, saved, flat(cotangents.output), wanted, dtypes)
+    d_weights = cotangents.total_d_weights(tensor_sum(placement, d_weights))
     gate = GateResiduals(residuals.get("logits"), residuals.get("lse"))
     selected = select_backward(config, operands, selection, gate, d_weights, cotangents.sums, wanted)
-    d_x = None
-    if "x" in wanted:
-        rows = rows_gradient(options, ffn, intermediate)
-        d_x = _collected(placement, chosen, route, rows, None, whole.x.dtype, selected.x)
-    # Weight gradients come last, so that XLA can overlap them with the transfer of d_x.
-    w_in_dtype, w_out_dtype = weight_dtypes(whole)
-    parameters = {
-        "gate": selected.gate,
-        "gate_bias": selected.bias,
-        **intermediate.parameters,
-        **up_gradients(options, ffn, intermediate, wanted, w_in_dtype),
-        **down_gradients(options, ffn, intermediate, d_rows, wanted, w_out_dtype),
-    }
+    d_x, of_experts = passes.inputs(whole.x.dtype, selected.x)
+    parameters = {"gate": selected.gate, "gate_bias": selected.bias, **of_experts}
     results = {
         name: _reduced(placement, name, gradient).astype(config.ffn.gradient_dtype(name, getattr(whole, name)))
         for name, gradient in parameters.items()

@@ -305,6 +305,17 @@ def _backward(
 # ---------------------------------------------------------------- fused with the sum per token
 
 
+class Returning(NamedTuple):
+    """Sums that return to their ranks while they are computed, in a sequence of calls (binding/sequence.py)."""
+
+    exchange: str
+    """The key of the exchange."""
+    buffer: int
+    """The buffer that they arrive in."""
+    ranks: int
+    """P."""
+
+
 @dataclasses.dataclass(frozen=True)
 class SlotGemm:
     """A grouped GEMM whose rows [R, N] are not stored: x w[e] + bias[e], or x w[e]^T, on the rows of expert e.
@@ -348,12 +359,17 @@ class SlotGemm:
         return self.x.dtype if self.row_dtype is None else self.row_dtype
 
     def sum(
-        self, row_of_slot: jax.Array, weights: jax.Array | None, dtype: Any, addend: jax.Array | None = None
+        self,
+        row_of_slot: jax.Array,
+        weights: jax.Array | None,
+        dtype: Any,
+        addend: jax.Array | None = None,
+        returning: Returning | None = None,
     ) -> jax.Array:
         """`dispatch.gather_sum` of the rows, [T, N]: sum_k weights[t, k] rows[row_of_slot[t, k]] + addend[t].
 
         Weights are [T, K]; they must be None if x has early weights. If the addend has the dtype of the sums, its
-        buffer is reused for them.
+        buffer is reused for them. With `returning` the sums return to their ranks, which must then add them up.
         """
         assert weights is None or self.early_weights is None
         (R, D), E = self.x.shape, self.group_sizes.shape[0]
@@ -364,6 +380,11 @@ class SlotGemm:
             N = self.w.shape[1 if self.transpose_w else 2]
         # With quantised operands the rows are rounded to the dtype of their sums.
         row_dtype = self.x.dtype if self.w_quantized is None else dtype
+        workspace = workspaces.grouped_matmul_combine(R, E, D, N, self.x.dtype, backward=self.backward)
+        options: dict[str, Any] = {}
+        if returning is not None:
+            workspace = workspaces.returning(R, returning.ranks, row_of_slot.shape[0] // returning.ranks, N, dtype)
+            options = {"returning": returning.exchange, "returning_buffer": returning.buffer}
         results = ffi.call(
             "ab_xla_grouped_matmul_combine",
             {
@@ -383,7 +404,7 @@ class SlotGemm:
             },
             {"out": jax.ShapeDtypeStruct((row_of_slot.shape[0], N), dtype)},
             aliases={"addend": "out"} if addend is not None and addend.dtype == dtype else None,
-            workspace=workspaces.grouped_matmul_combine(R, E, D, N, self.x.dtype, backward=self.backward)
+            workspace=workspace
             + workspaces.lora(R, E, 0, N, 0 if self.lora_u is None else self.lora_u.shape[1], row_dtype),
             transpose_w=int(self.transpose_w),
             weight_early=int(self.early_weights is not None),
@@ -391,6 +412,7 @@ class SlotGemm:
             backward=int(self.backward),
             precision=self.precision,
             orders={"lora_b": "021"} if self.backward else {},
+            **options,
         )
         out: jax.Array = results["out"]
         return out

@@ -55,6 +55,8 @@ class Transport(Protocol):
     bounds: Bounds
     route: Any
     """The type of a route, a NamedTuple."""
+    fuses: bool
+    """Whether a half of a pass can be one call (p2p_passes.py)."""
 
     @property
     def topk(self) -> int:
@@ -130,6 +132,7 @@ class Ring:
 
     bounds: Bounds
     route = RingRoute
+    fuses = False
 
     @property
     def topk(self) -> int:
@@ -239,6 +242,7 @@ class _Rows(abc.ABC):
 
     bounds: Bounds
     route = RowRoute
+    fuses = False
     topk = 1
 
     @abc.abstractmethod

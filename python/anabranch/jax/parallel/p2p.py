@@ -1,7 +1,9 @@
 """The transport "p2p": the ring's exchanges over the memory of peers (include/anabranch/exchange.h), without NCCL.
 
-Every exchange is a custom call, which on each device pushes blocks to the peers and waits for theirs. This is correct
-and cannot deadlock if all devices run the same calls in the same order, one after another:
+Each half of a pass is one custom call, whose GEMMs overlap with the transfers (p2p_passes.py). With fp8_exchange the
+steps of `Transport` run one after another, and every exchange is a custom call. On each device these calls push blocks
+to the peers and wait for theirs. This is correct and cannot deadlock if all devices run the same calls in the same
+order, one after another:
 
 - All devices of a mesh run one program, in which XLA has fixed the order of the calls, as for its own collectives. The
   custom calls have no side effects, so XLA may remove unused calls and merge equal ones, for all devices alike.
@@ -24,6 +26,8 @@ from anabranch.jax.parallel.exchange import Ring
 @dataclasses.dataclass(frozen=True)
 class PeerToPeer(Ring):
     """The ring over peer memory, with bitwise the same results. An object serves the calls of one pass."""
+
+    fuses = True
 
     _order: list[jax.Array] = dataclasses.field(default_factory=list, compare=False, repr=False)
     """The result `order` of the last call, if there was one."""

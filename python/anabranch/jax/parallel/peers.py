@@ -2,9 +2,9 @@
 
 A program contains the names of its exchanges, and every device takes its own exchange with that name when it runs the
 program. So a name says everything that an exchange depends on: the devices of every group, in the order of their ranks,
-and the size. An exchange is made while a program that uses it is traced and is kept until the process ends: a compiled
-program may use it at any time. Sizes are powers of two, so the exchanges of a group, of all sizes together, take less
-than four times the memory of the largest call.
+and the sizes of the buffers. An exchange is made while a program that uses it is traced and is kept until the process
+ends: a compiled program may use it at any time. Sizes are powers of two, so the exchanges of a group that have the same
+number of buffers, of all sizes together, take less than four times the memory of the largest call.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ _making = threading.Lock()
 
 
 def size_class(size: int) -> int:
-    """The bytes of the exchange for a call with `size` bytes: a power of two, at least 1 MiB.
+    """The bytes of the buffer for a call with `size` bytes: a power of two, at least 1 MiB.
 
     >>> size_class(5), size_class(3 << 20)
     (1048576, 4194304)
@@ -47,13 +47,13 @@ class Peers:
 
     groups: tuple[tuple[jax.Device, ...], ...]
 
-    def name(self, size: int) -> str:
-        """The name of the exchange for calls with `size` bytes."""
+    def name(self, *sizes: int) -> str:
+        """The name of the exchange whose buffers are for calls with these bytes."""
         groups = "/".join(",".join(str(device.id) for device in group) for group in self.groups)
-        return f"{size_class(size)} bytes, devices {groups}"
+        return f"{' + '.join(str(size_class(size)) for size in sizes)} bytes, devices {groups}"
 
-    def exchange(self, size: int) -> str:
-        """Makes the exchange for calls with `size` bytes, if this process has none, and returns its name.
+    def exchange(self, *sizes: int) -> str:
+        """Makes the exchange whose buffers are for calls with these bytes, if there is none, and returns its name.
 
         If the devices belong to several processes, all processes make the same calls in the same order, as they do
         when they trace the same programs.
@@ -61,12 +61,12 @@ class Peers:
         Raises:
           ValueError: the exchange cannot be made on a device of some process.
         """
-        name = self.name(size)
+        name = self.name(*sizes)
         with _making:
             if name not in _made:
                 # Another thread has no trace and no mesh, so computations there run at once.
                 with ThreadPoolExecutor(1) as pool:
-                    _made[name] = pool.submit(_make, self.groups, name, size_class(size)).result()
+                    _made[name] = pool.submit(_make, self.groups, name, tuple(map(size_class, sizes))).result()
         return name
 
 
@@ -106,7 +106,7 @@ def reason_against(peers: Peers) -> str:
     return ""
 
 
-def _make(groups: Sequence[Sequence[jax.Device]], name: str, size: int) -> list[PeerExchange]:
+def _make(groups: Sequence[Sequence[jax.Device]], name: str, sizes: Sequence[int]) -> list[PeerExchange]:
     """The connected and registered exchanges of this process's devices."""
     places = [(device, rank, group) for group in groups for rank, device in enumerate(group)]
     own = {i: place for i, place in enumerate(places) if place[0].process_index == jax.process_index()}
@@ -115,7 +115,7 @@ def _make(groups: Sequence[Sequence[jax.Device]], name: str, size: int) -> list[
     handles, reasons = [b""] * len(places), [""] * len(places)
     for i, (device, rank, group) in own.items():
         try:
-            made[i] = PeerExchange(device.local_hardware_id, rank, len(group), (size,))
+            made[i] = PeerExchange(device.local_hardware_id, rank, len(group), sizes)
             handles[i] = made[i].handle()
         except STATUS_ERRORS as error:
             reasons[i] = str(error)

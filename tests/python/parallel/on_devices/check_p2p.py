@@ -8,13 +8,18 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
+import peer_stand_in
 import pytest
 from jax.sharding import AxisType, Mesh
-from meshes import P, mesh_of, placed
+from meshes import P, mesh_of, placed, put
 
-from anabranch.jax import Parallel, moe
+from anabranch import _library
+from anabranch.jax import Parallel, moe, routed_experts
+from anabranch.jax.binding import ffi
 from anabranch.jax.parallel import p2p, parallel, peers
 from anabranch.jax.parallel.peers import Peers, concrete_mesh, peers_along, reason_against, size_class
+from anabranch.lora import NAMES
+from lora_cases import as_lora, with_lora
 from moe_cases import operands, run_layer
 from routed_cases import routed_operands, run_routed
 
@@ -117,6 +122,7 @@ def test_a_name_is_that_of_the_size_class_and_the_devices_in_order():
         2**20, 2**20, 2**21, 2**27, 2**28,
     ]  # fmt: skip
     assert Peers((group_of(0, 1), group_of(2, 3))).name(5) == "1048576 bytes, devices 0,1/2,3"
+    assert Peers((group_of(0, 1),)).name(5, 2**21) == "1048576 + 2097152 bytes, devices 0,1"
     names = {Peers(groups).name(size) for size in (1, 2**21) for groups in (
         (group_of(0, 1), group_of(2, 3)), (group_of(1, 0), group_of(2, 3)), (group_of(0, 1, 2, 3),),
         (group_of(2, 3), group_of(0, 1)), (group_of(0, 12, 3),), (group_of(0, 1, 23),),
@@ -130,8 +136,8 @@ class Exchange:
     made: ClassVar[list["Exchange"]] = []
     fails_on: ClassVar[int | None] = None
 
-    def __init__(self, device, rank, ranks, size):
-        self.device, self.rank, self.ranks, self.size = device, rank, ranks, size
+    def __init__(self, device, rank, ranks, sizes):
+        self.device, self.rank, self.ranks, self.sizes = device, rank, ranks, sizes
         self.handles, self.names, self.is_closed = None, [], False
         self.made.append(self)
 
@@ -164,11 +170,13 @@ def test_each_device_gets_one_exchange_per_size_class(exchanges):
     two = Peers((group_of(5, 4), group_of(6, 7)))
     name = two.exchange(100)
     assert two.exchange(2**20) == name
-    assert [(e.device, e.rank, e.ranks, e.size, e.names) for e in exchanges] == [
-        (device, rank, 2, 2**20, [name]) for device, rank in ((5, 0), (4, 1), (6, 0), (7, 1))
+    assert [(e.device, e.rank, e.ranks, e.sizes, e.names) for e in exchanges] == [
+        (device, rank, 2, (2**20,), [name]) for device, rank in ((5, 0), (4, 1), (6, 0), (7, 1))
     ]
     assert [e.handles for e in exchanges] == [[b"handle 5", b"handle 4"]] * 2 + [[b"handle 6", b"handle 7"]] * 2
     assert two.exchange(2**20 + 1) != name and len(exchanges) == 8
+    assert two.exchange(100, 100, 2**21) != name
+    assert [e.sizes for e in exchanges[8:]] == [(2**20, 2**20, 2**21)] * 4
     assert not any(e.is_closed for e in exchanges)
 
 
@@ -218,25 +226,37 @@ def test_two_processes_of_a_group(exchanges, monkeypatch, other_fails):
 # ---------------------------------------------------------------- the layer
 
 
+class Calls(list):
+    """The custom calls. Attribute `sequences`: those that are sequences."""
+
+
 @pytest.fixture
 def calls(monkeypatch):
-    """The (operation, name, whether it is ordered after another call) of the exchanges, which XLA's collectives do."""
-    found, last = [], []
+    """The (operation, names, whether it is ordered after another call) of the custom calls, by XLA's collectives."""
+    found, last, sequences = Calls(), [], []
+    found.sequences = sequences
+
+    def note(operation, names, order):
+        assert not order or order[0] is last[-1]
+        found.append((operation, names, bool(order)))
 
     def call_exchange(operation, x, order, shape, exchange):
-        assert not order or order[0] is last[-1]
-        found.append((operation, exchange, bool(order)))
-        ranks = jax.lax.axis_size("expert")
-        if operation == "all_gather":
-            result = jax.lax.all_gather(x, "expert", tiled=True)
-        else:
-            blocks = x.reshape(ranks, x.shape[0] // ranks, *x.shape[1:])
-            result = jax.lax.all_to_all(blocks, "expert", 0, 0, tiled=True).reshape(x.shape)
+        note(operation, (exchange,), order)
+        result = peer_stand_in.run_exchange(operation, x)
         assert result.shape == shape
         last.append(jnp.zeros(1, jnp.int32))
         return result, [last[-1]]
 
+    def call_sequence(sequence):
+        sequences.append(sequence)
+        order = [array for array in sequence.operands if any(array is known for known in last)]
+        note("sequence", tuple(sequence.exchanges.values()), order)
+        results = peer_stand_in.run_sequence(sequence)
+        last.append(results[0])
+        return results
+
     monkeypatch.setattr(p2p, "call_exchange", call_exchange)
+    monkeypatch.setattr(ffi, "call_sequence", call_sequence)
     monkeypatch.setattr(parallel, "reason_against", lambda peers: "")
     monkeypatch.setattr(Peers, "exchange", Peers.name)
     jax.clear_caches()
@@ -246,6 +266,12 @@ def calls(monkeypatch):
 def both(options, **fields):
     """The parallel layouts of ring and of p2p, with other options of Parallel."""
     return [Parallel(expert_axis="expert", transport=name, **options, **fields) for name in ("ring", "p2p")]
+
+
+def placed_with(mesh, parallel, shared):
+    """As `placed`, also for factors of adapters, of which `shared` belong to all experts."""
+    specs, place = parallel.specs(shared=shared), placed(mesh, parallel)
+    return lambda name, array: put(mesh, array, *specs[name]) if name in NAMES else place(name, array)
 
 
 def assert_same(got, want):
@@ -271,9 +297,104 @@ def test_the_layer_has_the_bits_of_ring(calls, axis_type, sizes, options, forced
     with jax.set_mesh(mesh):
         want, got = (run_layer(arrays, put=placed(mesh, one), parallel=one, **more)[:2] for one in both(options))
     assert_same(got, want)
-    assert {operation for operation, *_ in calls} == {"all_gather", "all_to_all"}
-    assert [is_ordered for *_, is_ordered in calls].count(False) == 2  # the first call of either pass
-    assert {name for _, name, _ in calls} == {peers_along(mesh, "expert").name(1)}
+    # The forward pass is one call, the backward pass two.
+    assert [(operation, is_ordered) for operation, _, is_ordered in calls] == [
+        ("sequence", False), ("sequence", False), ("sequence", True),
+    ]  # fmt: skip
+    peers_of_mesh = peers_along(mesh, "expert")
+    tokens, small = peers_of_mesh.name(1, 1, 1), peers_of_mesh.name(1)
+    assert [names for _, names, _ in calls] == [(tokens, small), (tokens, small), (tokens,)]
+
+
+def of_both(mesh, run, options, shared=()):
+    """The results of `run(parallel, put)` by ring and by p2p, which must have the same bits."""
+    with jax.set_mesh(mesh):
+        want, got = (run(one, placed_with(mesh, one, shared)) for one in both(options))
+    assert_same(got, want)
+
+
+@pytest.mark.parametrize("shared", [(), ("a_in", "b_out")], ids=["own factors", "shared factors"])
+@pytest.mark.parametrize("weight_early", [False, True], ids=["late weights", "early weights"])
+def test_adapters(calls, shared, weight_early):
+    mesh = mesh_of(data=2, expert=2, tensor=2)
+    arrays = with_lora(operands(32, 4, 2, 16, 24, bias=True, skew=2.0, cold=1), ranks=(5, 3), shared=shared)
+    options = dict(data_axes="data", fsdp_axes="data", tensor_axis="tensor")
+    more = dict(topk=2, lora_scale=(0.7, -1.2), weight_early=weight_early)
+    of_both(mesh, lambda one, put: run_layer(arrays, put=put, parallel=one, **more)[:2], options, shared)
+
+
+@pytest.mark.parametrize("weights", ["float32", "bfloat16"])
+def test_layouts_alignment_and_dtypes_of_weights(calls, weights):
+    mesh, arrays = mesh_of(expert=4, data=2), operands(64, 8, 3, 16, 24, dtype="bfloat16", bias=True, cold=2)
+    arrays |= {name: arrays[name].astype(weights) for name in ("w_in", "w_out")}
+    more = dict(topk=3, align_size=8, weight_early=True, w_in_layout="fpd", w_out_layout="df")
+    layouts = more["w_in_layout"], more["w_out_layout"]
+
+    def run(one, put):
+        return run_layer(arrays, put=placed(mesh, one, *layouts), parallel=one, **more)[:2]
+
+    of_both(mesh, run, dict(data_axes="data"))
+
+
+@pytest.mark.parametrize("precision", ["highest", "fp8"])
+def test_routed_experts(calls, precision):
+    """Experts repeat within a token; with fp8 tokens are quantised where they arrive."""
+    mesh, arrays = mesh_of(expert=8), routed_operands(64, 8, 3, 128, 128, dtype="bfloat16", bias=True)
+    of_both(mesh, lambda one, put: run_routed(arrays, precision=precision, put=put, parallel=one), {})
+    assert {operation for operation, *_ in calls} == {"sequence"}
+
+
+@pytest.mark.parametrize("precision", ["highest", "fp8"])
+@pytest.mark.parametrize("ranks", [(0, 0), (5, 3)], ids=["no adapters", "adapters"])
+def test_workspaces_suffice_on_a_gpu(calls, precision, ranks):
+    """The C calls of all halves, with the sizes of a layer whose tokens are exchanged by copy engines."""
+    try:
+        _library.load_cuda()
+    except _library.LibraryError as error:
+        pytest.skip(f"NO CUDA LIBRARY: its workspaces are not checked: {error}")
+    mesh = mesh_of(expert=4)
+    arrays = routed_operands(4, 8, 2, 128, 256, dtype="bfloat16", bias=True)
+    if any(ranks):
+        arrays = with_lora(arrays, ranks=ranks, shared=("a_in",))
+    sizes = {"x": (8192, 2048), "experts": (8192, 2), "weights": (8192, 2), "w_in": (8, 2048, 2, 256)}
+    sizes |= {"w_out": (8, 256, 2048), "b_out": (8, 2048)}
+    if any(ranks):
+        sizes |= {"lora_a_in": (1, 2048, 5), "lora_b_out": (8, 3, 2048)}
+    given = {n: jax.ShapeDtypeStruct(sizes.get(n, a.shape), a.dtype) for n, a in arrays.items() if a is not None}
+
+    def loss(given):
+        main = (given[n] for n in ("x", "experts", "weights", "w_in", "w_out"))
+        rest = {n: given[n] for n in ("b_in", "b_out")} | {"lora": as_lora(given)}
+        parallel = Parallel(expert_axis="expert", transport="p2p")
+        output = routed_experts(*main, **rest, parallel=parallel, precision=precision).output
+        return jnp.sum(output.astype(jnp.float32))
+
+    with jax.set_mesh(mesh):
+        jax.eval_shape(jax.grad(loss, allow_int=True), given)
+    computed = [call for one in calls.sequences for call in one.calls if not call.function.startswith("exchange_")]
+    assert len(computed) == 6
+    for call in computed:
+        assert 0 < peer_stand_in.workspace_on_a_gpu(call, ranks=4) <= call.workspace, call
+
+
+@pytest.mark.parametrize("name", ["x", "gate", "w_in", "b_in", "w_out", "b_out"])
+def test_one_gradient(calls, name):
+    """A half computes and sends only what this gradient needs."""
+    mesh, arrays = mesh_of(expert=8), operands(32, 8, 2, 16, 24, dtype="bfloat16", bias=True)
+
+    def run(one, put):
+        given = {n: put(n, array) for n, array in arrays.items() if n != "gate_bias"}
+
+        def loss(array):
+            one_given = given | {name: array}
+            named = {n: one_given[n] for n in ("b_in", "b_out")}
+            main = (one_given[n] for n in ("x", "gate", "w_in", "w_out"))
+            return jnp.sum(jnp.square(moe(*main, **named, topk=2, parallel=one).output.astype(jnp.float32)))
+
+        return jax.jit(jax.value_and_grad(loss))(given[name])
+
+    of_both(mesh, run, {})
+    assert len(calls) == (3 if name in ("x", "w_in", "b_in") else 2)
 
 
 def test_an_fp8_exchange_has_the_bits_of_ring(calls):
@@ -284,7 +405,8 @@ def test_an_fp8_exchange_has_the_bits_of_ring(calls):
             for one in both(dict(fp8_exchange=True))
         )
     assert_same(got, want)
-    assert calls
+    assert {operation for operation, *_ in calls} == {"all_gather", "all_to_all"}
+    assert [is_ordered for *_, is_ordered in calls].count(False) == 2  # the first call of either pass
 
 
 def test_a_program_is_refused_on_devices_in_another_order(calls):
@@ -298,8 +420,8 @@ def test_a_program_is_refused_on_devices_in_another_order(calls):
         step()
 
 
-def test_a_program_for_gpus_names_the_exchange(monkeypatch, axis_type):
-    """Lowered, since a GPU would run it: one custom call per exchange, the first of a pass without an order."""
+def test_a_program_for_gpus_names_the_exchanges(monkeypatch, axis_type):
+    """Lowered, since a GPU would run it: one custom call per half; the last half comes after the one before it."""
     monkeypatch.setattr(parallel, "reason_against", lambda peers: "")
     monkeypatch.setattr(Peers, "exchange", Peers.name)
     jax.clear_caches()
@@ -312,8 +434,11 @@ def test_a_program_for_gpus_names_the_exchange(monkeypatch, axis_type):
     with jax.set_mesh(mesh):
         given = [placed(mesh, EXPERT_8)(name, arrays[name]) for name in names]
         text = jax.jit(jax.grad(loss)).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
-    calls = re.findall(r"custom_call @ab_xla_exchange_(all_gather|all_to_all)\((.*?)\) .*", text)
-    assert {operation for operation, _ in calls} == {"all_gather", "all_to_all"}
-    first = [operation for operation, given in calls if "," not in given]
-    assert len(calls) > 2 * len(first) and set(first) == {"all_gather"}
-    assert text.count(f'exchange = "{peers_along(mesh, "expert").name(1)}"') == len(calls)
+    calls = re.findall(r"custom_call @ab_xla_sequence\((.*)", text)
+    peers_of_mesh = peers_along(mesh, "expert")
+    small, tokens = (f'= "{peers_of_mesh.name(*(1,) * buffers)}"' for buffers in (1, 3))
+    assert [(tokens in call, small in call) for call in calls] == [(True, True)] * 2 + [(True, False)]
+    started = [call.count(" part = 1") for call in calls]
+    waited = [call.count(" part = 2") + call.count("arriving = ") for call in calls]
+    returned = [call.count("returning = ") for call in calls]
+    assert (started, waited, returned) == ([1, 1, 0], [1, 1, 0], [1, 0, 1])  # x only, so w_in needs no tokens

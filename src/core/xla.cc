@@ -22,6 +22,7 @@ int32_t dtype_of(ffi::DataType dtype) {
     case ffi::DataType::BF16: return AB_BFLOAT16;
     case ffi::DataType::F32: return AB_FLOAT32;
     case ffi::DataType::F8E4M3FN: return AB_FLOAT8_E4M3;
+    case ffi::DataType::F8E8M0FNU: return AB_FLOAT8_E8M0;
     default: return 0;
   }
 }
@@ -51,6 +52,26 @@ std::string_view take_name(std::string_view& names) {
   const std::string_view name = names.substr(0, comma);
   names = comma == std::string_view::npos ? std::string_view() : names.substr(comma + 1);
   return name;
+}
+
+// Whether "NAME,..." contains a name.
+bool contains(std::string_view names, std::string_view name) {
+  while (!names.empty()) {
+    if (take_name(names) == name) return true;
+  }
+  return false;
+}
+
+// Views bytes [..., N, 16] as float4_e2m1 [..., 32 N]. Returns false for other buffers.
+bool view_as_fp4(ab_tensor* view) {
+  constexpr int64_t kBytes = 16;  // of a block, with two elements each
+  if (view->dtype != AB_UINT8 || view->rank < 2 || view->rank > AB_MAX_RANK || view->shape[view->rank - 1] != kBytes) {
+    return false;
+  }
+  view->dtype = AB_FLOAT4_E2M1X2;
+  view->shape[--view->rank] = 0;
+  view->shape[view->rank - 1] *= 2 * kBytes;
+  return true;
 }
 
 // Reorders the axes of `view` according to the entry of `name` in "NAME:ORDER,...". Returns false if the order is
@@ -105,11 +126,14 @@ ffi::Error decode(std::span<const Field> fields, const ffi::RemainingArgs& opera
 
   const auto given_orders = attributes.get<std::string_view>("orders");
   const std::string_view orders = given_orders.has_value() ? *given_orders : std::string_view();
+  const auto given_fp4 = attributes.get<std::string_view>("fp4");
+  const std::string_view fp4 = given_fp4.has_value() ? *given_fp4 : std::string_view();
   int used = 0;
   const auto place = [&](std::string_view name, const ab_tensor& view) -> bool {
     const Field* field = find(fields, name);
     if (field == nullptr || field->kind != FieldKind::tensor || view.rank > AB_MAX_RANK) return false;
     views[used].tensor = view;
+    if (contains(fp4, name) && !view_as_fp4(&views[used].tensor)) return false;
     if (!reorder(orders, name, &views[used])) return false;
     member<const ab_tensor*>(args, field->offset) = &views[used++].tensor;
     return true;

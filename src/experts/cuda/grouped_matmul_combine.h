@@ -15,9 +15,10 @@ namespace anabranch::cuda {
 
 // Enqueues the operation; the arguments must have been checked. columns: chunk size, a multiple of 64 or all columns.
 // buffer: [R, columns] in the dtype of the rows, 16-byte aligned. adapter: of all columns. fp8:
-// quantised operands, or nullptr.
+// quantised operands, or nullptr. unpacked: scratch memory for packed weights, see MaybePacked.
 ab_status multiply_and_combine(const ab_grouped_matmul_combine_args& args, const CombinedSizes& sizes, int64_t columns,
                                void* buffer, const Device& device, cudaStream_t stream, const LowRank& adapter = {},
-                               const Fp8Product<ab_grouped_matmul_combine_args>* fp8 = nullptr);
+                               const Fp8Product<ab_grouped_matmul_combine_args>* fp8 = nullptr,
+                               void* unpacked = nullptr);
 
 }  // namespace anabranch::cuda

@@ -81,11 +81,25 @@ def logical_shape(shape: Sequence[Any], *, mxfp4: bool) -> tuple[Any, ...]:
     return (*shape[:-2], shape[-2] * MX_BLOCK) if mxfp4 else tuple(shape)
 
 
+def _shape(array: Any) -> tuple[Any, ...]:
+    """The shape of an argument; () if it is no array."""
+    shape = getattr(array, "shape", ())
+    return tuple(shape) if isinstance(shape, tuple) else ()
+
+
+def axes_of(value: Any) -> tuple[Any, ...]:
+    """The axes for `check_packed` of a packed matrix of any size."""
+    shape = _shape(value[0])
+    if len(shape) > 1:
+        shape = logical_shape(shape, mxfp4=isinstance(value, Mxfp4))
+    return (*shape[:-2], ("N", shape[-2]), ("C", shape[-1])) if len(shape) > 1 else ("N", "C")
+
+
 def _refuse_other_formats(name: str, value: Any) -> None:
     """Raises for arrays of formats that look like those of this module."""
-    array, scales = value
+    scales = value[1]
     dtype = str(getattr(scales, "dtype", "")).removeprefix("torch.")
-    shape, blocks = (tuple(getattr(part, "shape", ())) for part in value)
+    shape, blocks = map(_shape, value)
     if isinstance(value, Mxfp4) and (dtype == "float8_e4m3fn" or (len(shape) > 1 and shape[-1] == MX_BYTES // 2)):
         raise ValueError(
             f"{name}: got NVFP4 (blocks of 16, scales {checks.describe(scales)}), expected MXFP4 or FP8 blocks; NVFP4 "
@@ -121,6 +135,7 @@ def check_packed(
     _refuse_other_formats(name, value)
     kind, scale_dtypes = type(value), tuple(map(dtype_of, _SCALES[type(value)]))
     *leading, n, c = axes
+    inner: tuple[Any, ...]
     if isinstance(value, Mxfp4):
         field, dtype, inner = f"{name}.codes", "uint8", (n, _part(c, MX_BLOCK), MX_BYTES)
     else:
@@ -175,6 +190,39 @@ def check_precision(precision: int, quantized: Any, **weights: Any) -> None:
             raise ValueError(
                 f"quantized: got a {type(quantized).__name__} beside {name} as {type(value).__name__}, expected None"
             )
+
+
+#: The choices of the option `packed` of a module: the kinds of its weights.
+KINDS: Mapping[str, Any] = {"mxfp4": Mxfp4, "fp8_blocks": Fp8Blocks}
+
+
+def check_kind(packed: Any, layouts: Layouts, precision: str, **widths: int) -> str | None:
+    """Checks the option `packed` of a module with these layouts. widths: D and F by the names of their arguments."""
+    if packed is None:
+        return None
+    packed = checks.choice("packed", packed, tuple(KINDS))
+    block = MX_BLOCK if packed == "mxfp4" else BLOCK
+    for name, width in widths.items():
+        if width % block:
+            raise ValueError(f"{name}: got {width} with packed={packed!r}, expected a multiple of {block}")
+    for name in ("w_in", "w_out"):
+        allowed, layout = _LAYOUTS[KINDS[packed]][name], getattr(layouts, name)
+        if layout not in allowed:
+            raise ValueError(
+                f"packed: got {packed!r} with {name}_layout {layout!r}, expected {' or '.join(map(repr, allowed))}"
+            )
+    if packed == "mxfp4" and precision == "fp8":
+        raise ValueError("precision: got 'fp8' with packed='mxfp4', expected 'highest' or 'tf32'")
+    return packed
+
+
+def packed_shapes(packed: str, shape: Sequence[int]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """(shape, dtype) of the arrays of packed weights [..., N, C] by field."""
+    *leading, N, C = shape
+    if packed == "mxfp4":
+        blocks = (*leading, N, C // MX_BLOCK)
+        return {"codes": ((*blocks, MX_BYTES), "uint8"), "scales": (blocks, "uint8")}
+    return {"q": (tuple(shape), "float8_e4m3fn"), "scales": ((*leading, N // BLOCK, C // BLOCK), "float32")}
 
 
 def scale_rule_number(value: Any) -> int:

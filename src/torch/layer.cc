@@ -87,6 +87,7 @@ class Parameters {
  public:
   Parameters(const Tensor& w_in, const Tensor& w_out, bool parts_first) : are_given_(w_in.rank() == 3) {
     if (!are_given_) return;
+    check_rank("w_out", w_out, 3);
     std::copy_n(w_in.sizes(), 3, sizes_);
     const int64_t F = w_out.sizes()[2], P = F == 0 ? 1 : sizes_[1] / F;
     if (P * F != sizes_[1]) {
@@ -221,7 +222,6 @@ void layer_forward(Value* stack, uint64_t, uint64_t) {
   std::vector<Tensor> t = take(stack, "TgttttttTtTtttttttttt");
   check_rank("x", t[X], 2);
   check_rank("gate", t[GATE], 2);
-  check_rank("w_out", t[W_OUT], 3);
   const Config& config = configs().at(stack[CONFIG]);
   const Parameters parameters(t[W_IN], t[W_OUT], config.parts_first);
   t[W_IN] = parameters.w_in(t[W_IN]);
@@ -279,7 +279,6 @@ void layer_backward(Value* stack, uint64_t, uint64_t) {
   std::vector<Tensor> t = take(stack, "TtttgTTTtttTttTtTtttttttttt");
   check_rank("tokens", t[TOKENS], 2);
   check_rank("gate", t[GATE], 2);
-  check_rank("w_out", t[W_OUT], 3);
   const Config& config = configs().at(stack[CONFIG]);
   const Parameters parameters(t[W_IN], t[W_OUT], config.parts_first);
   t[W_IN] = parameters.w_in(t[W_IN]);

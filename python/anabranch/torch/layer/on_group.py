@@ -20,6 +20,7 @@ from anabranch.torch.ops import torch_ops
 from anabranch.torch.ops.experts import cast_weight
 from anabranch.torch.ops.factors import factor_arguments
 from anabranch.torch.ops.gradients import FROM_DH, OPERANDS, request
+from anabranch.torch.ops.packed import oriented_backward
 from anabranch.torch.ops.quantized import backward_operands, forward_operands
 from anabranch.torch.ops.router import logits_gradient, run_route
 from anabranch.torch.parallel.alike import compare_options
@@ -216,7 +217,7 @@ def _backward(ctx, d):
     else:
         arrived = sending.arriving if arrives_later else chosen.arrived(route, sending)
     up, down = (cast_weight(layer.network, w, dtype) for w in (w_in, w_out))
-    quantized = w_in_q, w_in_scales, w_out_q, w_out_scales
+    quantized = oriented_backward(layer.network, w_in, w_out, (w_in_q, w_in_scales, w_out_q, w_out_scales))
     factors = factor_arguments((lora_a_in, lora_b_in, lora_a_out, lora_b_out), lora_copies)
     # Every rank sends the gradient of x, and of the weights, back to the tokens.
     requested = request({name: needs[name] for name in OPERANDS} | {"x": True, "weights": True})

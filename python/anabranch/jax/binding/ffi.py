@@ -71,6 +71,7 @@ class _Call:
     aliases: tuple[tuple[int, int], ...]
     workspace: int
     orders: str
+    fp4: str
     attributes: tuple[tuple[str, int | float], ...]
 
 
@@ -102,6 +103,7 @@ def _run(static: _Call, *arrays: jax.Array, workspace: int) -> tuple[jax.Array, 
         operands=",".join(static.operands),
         results=",".join(name for name, *_ in results),
         **({"orders": static.orders} if static.orders else {}),
+        **({"fp4": static.fp4} if static.fp4 else {}),
         **{n: np.float32(v) if isinstance(v, float) else np.int32(v) for n, v in static.attributes},
     )
     return tuple(outputs[: len(static.results)])
@@ -115,6 +117,7 @@ def call(
     aliases: Mapping[str, str] | None = None,
     workspace: int = 0,
     orders: Mapping[str, str] | None = None,
+    fp4: Sequence[str] = (),
     **attributes: int | float,
 ) -> dict[str, Any]:
     """Calls the handler `target` on arrays that are whole on one device.
@@ -128,6 +131,7 @@ def call(
         handler gets none.
       orders: for arrays whose axes are not in the C function's order, by field name: "0312" if the C function's axes
         are the array's axes 0, 3, 1, 2.
+      fp4: names of arrays of bytes [..., n, 16] that the C function reads as float4 numbers [..., 32 n].
       attributes: options by field name; int becomes int32, float becomes float32.
 
     Returns:
@@ -149,6 +153,7 @@ def call(
         orders=",".join(
             f"{name}:{order}" for name, order in (orders or {}).items() if name in given or name in requested
         ),
+        fp4=",".join(fp4),
         attributes=tuple(attributes.items()),
     )
     name = target.removeprefix("ab_xla_")

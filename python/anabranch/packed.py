@@ -71,6 +71,13 @@ def is_packed(value: Any) -> bool:
     return isinstance(value, FORMATS)
 
 
+def check_plain(**weights: Any) -> None:
+    """Raises TypeError for packed matrices where plain weights are needed."""
+    for name, value in weights.items():
+        if is_packed(value):
+            raise TypeError(f"{name}: got an {type(value).__name__}, expected plain weights (see `unpack`)")
+
+
 def parts_of(value: Any) -> tuple[Any, Any]:
     """The array that stands for a matrix, and its scales; None for a plain matrix."""
     return tuple(value) if is_packed(value) else (value, None)  # type: ignore[return-value]

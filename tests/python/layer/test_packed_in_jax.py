@@ -1,4 +1,4 @@
-"""Packed weights in JAX: transformations, gradients that there are none of, and the Flax layer."""
+"""Packed weights in JAX: transformations, refused gradients, and the Flax layer."""
 
 import jax
 import jax.numpy as jnp

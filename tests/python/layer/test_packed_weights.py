@@ -1,5 +1,6 @@
 """The layer on packed weights has the bits of the layer on unpacked ones, in every output and gradient."""
 
+import jax
 import numpy as np
 import pytest
 
@@ -262,3 +263,14 @@ def test_quantized_beside_packed_weights(platform):
     packed = [as_given(random_packed("fp8_blocks", shape)) for shape in ((E, 2, 128, 128), (E, 128, 128))]
     with pytest.raises(ValueError, match=r"^quantized: got a QuantizedExperts beside w_in as Fp8Blocks, expected None"):
         front_end().moe(x, gate, *packed, topk=K, precision="fp8", quantized=quantized, **PFD)
+
+
+@pytest.mark.parametrize("kind", ["mxfp4", "fp8_blocks"])
+def test_new_adapters_of_packed_weights(platform, kind):
+    ab, layouts = front_end(), dict(w_in_layout="pfd", w_out_layout="df")
+    w_in, w_out = (as_given(random_packed(kind, shape)) for shape in ((3, 2, 128, 256), (3, 256, 128)))
+    key = () if in_torch() else (jax.random.key(0),)
+    new = ab.init_lora(*key, w_in, w_out, 4, **layouts)
+    assert [tuple(factor.shape) for factor in new] == [(3, 256, 4), (3, 4, 2, 128), (3, 128, 4), (3, 4, 256)]
+    with pytest.raises(TypeError, match=rf"^w_in: got an {type(w_in).__name__}, expected plain weights"):
+        ab.merge_lora(w_in, w_out, new, **layouts)

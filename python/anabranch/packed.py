@@ -75,7 +75,7 @@ def check_plain(**weights: Any) -> None:
     """Raises TypeError for packed matrices where plain weights are needed."""
     for name, value in weights.items():
         if is_packed(value):
-            raise TypeError(f"{name}: got an {type(value).__name__}, expected plain weights (see `unpack`)")
+            raise TypeError(f"{name}: got {checks.describe(value)}, expected plain weights (see `unpack`)")
 
 
 def parts_of(value: Any) -> tuple[Any, Any]:

@@ -106,6 +106,9 @@ ERRORS = {
     "packed.q: got float8_e4m3fn.64, 128. with N=64, expected N a multiple of 128": lambda f, a: f.unpack(
         Fp8Blocks(a(64, 128, dtype=ml_dtypes.float8_e4m3fn), a(1, 1)), dtype_of("float32")
     ),
+    "w: got Mxfp4.codes=uint8.2, 64, 1, 16., scales=uint8.2, 64, 1.., expected": lambda f, a: f.grouped_matmul(
+        a(4, 64), f.pack_mxfp4(a(2, 64, 32)), a(2, dtype=np.int32)
+    ),
     "packed: got NVFP4": lambda f, a: f.unpack(
         Mxfp4(a(2, 4, 8, dtype=np.uint8), a(2, 4, dtype=ml_dtypes.float8_e4m3fn)), dtype_of("float32")
     ),

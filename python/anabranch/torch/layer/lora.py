@@ -33,8 +33,8 @@ def _sizes(layouts: Layouts, w_in: Any, w_out: Any) -> dict[str, int]:
     sizes = layouts.sizes("w_in", shape_of(w_in))
     E, D, F = ("E", sizes["e"]), ("D", sizes["d"]), ("F", sizes["f"])
     w_out = check_weight("w_out", w_out, check.FLOATS, layouts, e=E, f=F, d=D)
-    first, *others = {**device_operands("w_in", w_in), **device_operands("w_out", w_out)}.items()
-    check.same_device(*first, **dict(others))
+    (name, first), *others = {**device_operands("w_in", w_in), **device_operands("w_out", w_out)}.items()
+    check.same_device(name, first, **dict(others))
     return sizes
 
 

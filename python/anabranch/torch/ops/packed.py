@@ -235,6 +235,7 @@ def unpack(packed: Packed, dtype: torch.dtype) -> Tensor:
         raise TypeError(f"packed: got {check.describe(packed)}, expected an Mxfp4 or an Fp8Blocks")
     dtype = check.float_dtype("dtype", dtype)
     checked = check_packed(check.tensor, _dtype, "packed", packed, axes_of(packed))
+    checked = type(checked)(*(part.detach() for part in checked))
     *leading, N, C = shape_of(checked)
     check.same_device("packed", checked[0], **{f"packed.{checked._fields[1]}": checked[1]})
     matrices = math.prod(leading)

@@ -57,8 +57,7 @@ struct PackedTensor {
 
   bool is_fp4() const { return dtype == AB_FLOAT4_E2M1X2; }
   bool has_byte_scales() const { return scales_dtype == AB_FLOAT8_E8M0 || scales_dtype == AB_UINT8; }
-  // Counts cut blocks too, for tests of refused sizes.
-  int64_t num_scales() const { return is_fp4() ? M * N * ((C + 31) / 32) : M * (N / kBlock) * (C / kBlock); }
+  int64_t num_scales() const { return is_fp4() ? M * N * (C / 32) : M * (N / kBlock) * (C / kBlock); }
   int64_t size() const { return M * N * C; }
 
   // The i-th value as float32, not rounded further.

@@ -61,8 +61,8 @@ class MaybePacked {
       const ExpertRange range{first, std::min(first + step, E_)};
       AB_RETURN_IF_ERROR(unpack(matrices_, range, group_sizes, scratch, dtype_, device, stream));
       // The address of the matrix of expert 0, which may not exist; kernels read those of the range.
-      const auto bytes = static_cast<uintptr_t>(first * matrices_.N * matrices_.C * dtype_size(dtype_));
-      AB_RETURN_IF_ERROR(run(range, reinterpret_cast<void*>(reinterpret_cast<uintptr_t>(scratch) - bytes)));
+      const int64_t bytes = first * matrices_.N * matrices_.C * dtype_size(dtype_);
+      AB_RETURN_IF_ERROR(run(range, static_cast<char*>(scratch) - bytes));
     }
     return ok();
   }

@@ -64,6 +64,10 @@ AB_API ab_status ab_cuda_sort_chunks_workspace(const ab_sort_chunks_args* args, 
 /* Supported on every GPU of compute capability 8.0 or newer. */
 AB_API ab_status ab_cuda_quantize_rows(const ab_quantize_rows_args* args, const ab_exec* exec);
 AB_API ab_status ab_cuda_quantize_rows_workspace(const ab_quantize_rows_args* args, const ab_exec* exec, size_t* bytes);
+AB_API ab_status ab_cuda_pack_mxfp4(const ab_pack_mxfp4_args* args, const ab_exec* exec);
+AB_API ab_status ab_cuda_pack_mxfp4_workspace(const ab_pack_mxfp4_args* args, const ab_exec* exec, size_t* bytes);
+AB_API ab_status ab_cuda_unpack(const ab_unpack_args* args, const ab_exec* exec);
+AB_API ab_status ab_cuda_unpack_workspace(const ab_unpack_args* args, const ab_exec* exec, size_t* bytes);
 AB_API ab_status ab_cuda_quantize_weights(const ab_quantize_weights_args* args, const ab_exec* exec);
 AB_API ab_status ab_cuda_quantize_weights_workspace(const ab_quantize_weights_args* args, const ab_exec* exec,
                                                     size_t* bytes);
@@ -122,7 +126,10 @@ AB_API ab_status ab_cuda_grouped_matmul_combine_workspace(const ab_grouped_matmu
  * any single step:
  *   - d_weights: ceil(F / 128) R floats;
  *   - d_b_in, d_b_out: (ceil(R / 512) + E) P F and (ceil(R / 512) + E) D floats;
- *   - d_w_in, d_w_out: the workspace of ab_cuda_grouped_matmul_dw for the same GEMM. */
+ *   - d_w_in, d_w_out: the workspace of ab_cuda_grouped_matmul_dw for the same GEMM.
+ *
+ * Packed weights are unpacked to the dtype of x in the workspace, for as many experts at once as fit 512 MiB, but at
+ * least for one; those of experts without rows are not. ab_cuda_grouped_matmul_combine does so, too. */
 AB_API ab_status ab_cuda_expert_ffn_forward(const ab_expert_ffn_forward_args* args, const ab_exec* exec);
 AB_API ab_status ab_cuda_expert_ffn_forward_workspace(const ab_expert_ffn_forward_args* args, const ab_exec* exec,
                                                       size_t* bytes);

@@ -18,7 +18,21 @@
  * [E, D, P, F] may be stored as (E, D, P, F); (E, P, F, D), as PyTorch's Linear does; (E, D, F, P), with gate and up
  * interleaved; or (E, F, P, D), both. W_out [E, F, D] may be stored as (E, F, D) or (E, D, F). Gradients have the
  * layout of their weights. If gate and up are interleaved, b_in, h, dh and d_b_in also have F before P in memory. No
- * call copies or transposes weights. */
+ * call copies or transposes weights.
+ *
+ * Packed weights: w_in and w_out, each by itself, may be stored in fewer bits, with one scale per block. A call then
+ * computes what it computes with the weights that ab_unpack writes in the dtype of x, bitwise the same on the CPU. The
+ * contraction of the forward GEMM must be innermost in memory: W_in is stored as (E, P, F, D) or (E, F, P, D), W_out as
+ * (E, D, F). Scales have the axes of their weight, in its order. Packed weights have no gradient.
+ *
+ *   dtype of the weight   block    scales                           value
+ *   AB_FLOAT4_E2M1X2      32       AB_FLOAT8_E8M0                   element * scale (MXFP4)
+ *   AB_FLOAT8_E4M3        128x128  float32, bfloat16 or             element * scale, rounded to float32 (FP8 blocks);
+ *                                  AB_FLOAT8_E8M0                   W_in as (E, P, F, D) only
+ *
+ * The dimension that is innermost must be a multiple of its block; with FP8 blocks D and F must both be multiples of
+ * 128. Scales of bytes may be AB_UINT8 instead of AB_FLOAT8_E8M0. With AB_PRECISION_FP8 weights are not packed: FP8
+ * blocks with float32 scales are quantised weights then, w_in_q and w_out_q. */
 #ifndef ANABRANCH_EXPERTS_H_
 #define ANABRANCH_EXPERTS_H_
 
@@ -109,6 +123,37 @@ AB_API ab_status ab_quantize_weights(const ab_quantize_weights_args* args, const
 AB_API ab_status ab_quantize_weights_workspace(const ab_quantize_weights_args* args, const ab_exec* exec,
                                                size_t* bytes);
 
+/* Packs weights as MXFP4. Per block of 32 elements v along the last axis, with m = max |v|:
+ *
+ *     k = floor(log2 m) - 2 (FLOOR, the rule of OCP) or ceil(log2(m / 6)) (CEIL), clamped to [-127, 127];
+ *     scale = 2^k; element = v / 2^k, rounded to nearest, ties to even, and at most 6 in magnitude. -0 stays -0.
+ *
+ * m = 0: the scale is 2^-127. A block with a NaN or an infinity has the scale NaN (255), and all its codes are 0. */
+typedef enum ab_mxfp4_scales { AB_MXFP4_SCALES_FLOOR = 0, AB_MXFP4_SCALES_CEIL = 1 } ab_mxfp4_scales;
+
+typedef struct ab_pack_mxfp4_args {
+  size_t size;
+  int32_t scale_rule;      /* ab_mxfp4_scales */
+  const ab_tensor* w;      /* [M, C] float, C a multiple of 32 */
+  const ab_tensor* codes;  /* [M, C] AB_FLOAT4_E2M1X2 */
+  const ab_tensor* scales; /* [M, C/32] AB_FLOAT8_E8M0 or AB_UINT8 */
+} ab_pack_mxfp4_args;
+
+AB_API ab_status ab_pack_mxfp4(const ab_pack_mxfp4_args* args, const ab_exec* exec);
+AB_API ab_status ab_pack_mxfp4_workspace(const ab_pack_mxfp4_args* args, const ab_exec* exec, size_t* bytes);
+
+/* Unpacks weights: MXFP4 or FP8 blocks, see above. Values are rounded to nearest even to the dtype of w. */
+typedef struct ab_unpack_args {
+  size_t size;
+  const ab_tensor*
+      packed; /* [M, N, C] AB_FLOAT4_E2M1X2, C a multiple of 32, or AB_FLOAT8_E4M3, N and C multiples of 128 */
+  const ab_tensor* scales; /* [M, N, C/32], or [M, N/128, C/128] */
+  const ab_tensor* w;      /* [M, N, C] float */
+} ab_unpack_args;
+
+AB_API ab_status ab_unpack(const ab_unpack_args* args, const ab_exec* exec);
+AB_API ab_status ab_unpack_workspace(const ab_unpack_args* args, const ab_exec* exec, size_t* bytes);
+
 /* Low-rank adapters (LoRA). The factors A [E, D, r] and B [E, r, N] of an adapter add scale A[e] B[e] to the matrix
  * w[e] of a GEMM, without forming that sum:
  *
@@ -194,7 +239,9 @@ AB_API ab_status ab_grouped_matmul_dw_workspace(const ab_grouped_matmul_dw_args*
  *
  * With AB_PRECISION_FP8 x may be a quantised output of ab_expert_ffn_forward (a with a_scales) or
  * ab_expert_ffn_backward (dh_q with dh_scales, viewed as [R, P F]). The latter have P before F, so w_q must have it
- * too; no block mixes gate and up. */
+ * too; no block mixes gate and up.
+ *
+ * w may be packed, with w_block_scales; its last axis is innermost in memory. */
 typedef struct ab_grouped_matmul_combine_args {
   size_t size;
   int32_t transpose_w;
@@ -217,10 +264,11 @@ typedef struct ab_grouped_matmul_combine_args {
   const ab_tensor* w_q;         /* [E, N, D] e4m3, together with w_scales, or NULL */
   const ab_tensor* w_scales;    /* [E, D/128, N/128] float32; with transpose_w [E, N/128, D/128] */
   /* adapter, or NULL; it is part of rows */
-  float lora_scale;        /* finite */
-  const ab_tensor* lora_a; /* [E or 1, D, r], not with quantised x */
-  const ab_tensor* lora_b; /* [E or 1, r, N] */
-  const ab_tensor* lora_u; /* [R, r] of the dtype of rows: with lora_a an output or NULL, else an input */
+  float lora_scale;                /* finite */
+  const ab_tensor* lora_a;         /* [E or 1, D, r], not with quantised x */
+  const ab_tensor* lora_b;         /* [E or 1, r, N] */
+  const ab_tensor* lora_u;         /* [R, r] of the dtype of rows: with lora_a an output or NULL, else an input */
+  const ab_tensor* w_block_scales; /* of packed w [E, M, C]: [E, M, C/32], or [E, M/128, C/128]; or NULL */
   /* Only on GPUs, or NULL: `out` has T = P T' sums, T' per rank of this exchange, which return to their ranks in chunks
    * of columns while the next chunk is computed. ab_cuda_exchange_sum, which must follow, adds up what arrives. `out`
    * has them in an order of its own. */
@@ -315,6 +363,9 @@ typedef struct ab_expert_ffn_forward_args {
   const ab_tensor* lora_b_in_copy;
   const ab_tensor* lora_a_out_copy;
   const ab_tensor* lora_b_out_copy;
+  /* scales of packed weights, or NULL */
+  const ab_tensor* w_in_block_scales;  /* [E, D/32, P, F], or [E, D/128, P, F/128], in the order of w_in */
+  const ab_tensor* w_out_block_scales; /* [E, F/32, D], or [E, F/128, D/128], in the order of w_out */
   /* Only on GPUs, or NULL: x is the memory of a buffer of this exchange, to which a started all_gather sends it. The
    * call stands for AB_EXCHANGE_FINISH. It may begin with the rows of tokens that arrive first. */
   ab_exchange* arriving;
@@ -423,6 +474,9 @@ typedef struct ab_expert_ffn_backward_args {
   const ab_tensor* d_lora_b_in;
   const ab_tensor* d_lora_a_out;
   const ab_tensor* d_lora_b_out;
+  /* scales of packed weights, or NULL; such weights have no gradient */
+  const ab_tensor* w_in_block_scales;  /* [E, D/32, P, F], or [E, D/128, P, F/128], in the order of w_in */
+  const ab_tensor* w_out_block_scales; /* [E, F/32, D], or [E, F/128, D/128], in the order of w_out */
   /* As in the forward pass, for d_out. */
   ab_exchange* arriving;
   int32_t arriving_buffer;

@@ -42,7 +42,9 @@ typedef enum ab_dtype {
   AB_FLOAT16 = 6,
   AB_BFLOAT16 = 7,
   AB_FLOAT32 = 8,
-  AB_FLOAT8_E4M3 = 9 /* float8_e4m3fn: one byte, largest number 448, NaN 0x7f and 0xff, no infinity */
+  AB_FLOAT8_E4M3 = 9,    /* float8_e4m3fn: one byte, largest number 448, NaN 0x7f and 0xff, no infinity */
+  AB_FLOAT4_E2M1X2 = 10, /* two float4_e2m1 per byte, the first in the low half; shapes and strides count elements */
+  AB_FLOAT8_E8M0 = 11    /* float8_e8m0fnu: the scale 2^(byte - 127), NaN 255 */
 } ab_dtype;
 
 /* A view of memory that the caller owns. */

@@ -22,6 +22,7 @@ HANDLERS = (
     "ab_xla_grouped_matmul",
     "ab_xla_grouped_matmul_combine",
     "ab_xla_grouped_matmul_dw",
+    "ab_xla_pack_mxfp4",
     "ab_xla_plan",
     "ab_xla_quantize_rows",
     "ab_xla_quantize_weights",
@@ -30,6 +31,7 @@ HANDLERS = (
     "ab_xla_score_sum",
     "ab_xla_sequence",
     "ab_xla_sort_chunks",
+    "ab_xla_unpack",
 )
 
 #: XLA's entry points that only the CUDA library has, also under their names without "cuda".
@@ -49,13 +51,16 @@ WORKSPACE_BOUNDS = (
     "ab_cuda_sort_chunks_workspace_bound",
     "ab_cuda_fp8_rows_workspace_bound",
     "ab_cuda_statistics_workspace_bound",
+    "ab_cuda_unpacked_workspace_bound",
 )
 
 #: ab_dtype by dtype name.
 DTYPES = {
     "bool": 1, "uint8": 2, "int16": 3, "int32": 4, "int64": 5, "float16": 6, "bfloat16": 7, "float32": 8,
-    "float8_e4m3fn": 9,
+    "float8_e4m3fn": 9, "float4_e2m1fn_x2": 10, "float8_e8m0fnu": 11,
 }  # fmt: skip
+#: Dtypes of views of bytes in C calls; arrays of the front ends do not have them.
+VIEW_DTYPES = ("float4_e2m1fn_x2", "float8_e8m0fnu")
 
 
 class Status(ctypes.Structure):

@@ -60,24 +60,28 @@ _FIELDS = {
     "expand_row_id_map": "t:row_id_map,pad_offsets,row_of_slot,slot_of_row",
     "quantize_rows": "i:fp8_scales t:x,q,scales",
     "quantize_weights": "i:fp8_scales t:w,q,q_transposed,scales",
+    "pack_mxfp4": "i:scale_rule t:w,codes,scales",
+    "unpack": "t:packed,scales,w",
     "grouped_matmul": "i:transpose_w t:x,w,group_sizes,y i:precision,fp8_scales t:x_scales,w_q,w_scales "
     "f:lora_scale t:lora_a,lora_b,lora_u",
     "grouped_matmul_dw": "i:accumulate t:x,d_y,group_sizes,d_w i:precision,reserved",
     "grouped_matmul_combine": "i:transpose_w,weight_early,skip_rest "
     "t:x,w,group_sizes,bias,slot_of_row,row_of_slot,weights,addend,out "
-    "i:backward,precision,fp8_scales t:x_scales,w_q,w_scales f:lora_scale t:lora_a,lora_b,lora_u "
+    "i:backward,precision,fp8_scales t:x_scales,w_q,w_scales f:lora_scale t:lora_a,lora_b,lora_u,w_block_scales "
     "e:returning i:returning_buffer,returning_reserved",
     "expert_ffn_forward": "i:activation,weight_early,topk,skip_rest "
     "t:x,slot_of_row,group_sizes,w_in,b_in,w_out,b_out,weights,y,h,a f:activation_alpha,activation_limit "
     "i:precision,fp8_scales t:w_in_q,w_in_scales,w_out_q,w_out_scales,a_scales,x_q,x_scales "
     "f:lora_scale_in,lora_scale_out t:lora_a_in,lora_b_in,lora_a_out,lora_b_out,lora_u,lora_z,"
-    "lora_a_in_copy,lora_b_in_copy,lora_a_out_copy,lora_b_out_copy e:arriving i:arriving_buffer,arriving_reserved",
+    "lora_a_in_copy,lora_b_in_copy,lora_a_out_copy,lora_b_out_copy,w_in_block_scales,w_out_block_scales "
+    "e:arriving i:arriving_buffer,arriving_reserved",
     "expert_ffn_backward": "i:activation,topk,accumulate,skip_rest "
     "t:x,slot_of_row,group_sizes,w_in,w_out,b_out,weights,h,d_out,dh,dx_rows,d_w_in,d_b_in,d_w_out,d_b_out,d_weights,"
     "weighted_a f:activation_alpha,activation_limit i:precision,fp8_scales "
     "t:w_in_q,w_in_scales,w_out_q,w_out_scales,dh_q,dh_scales,d_out_q,d_out_scales f:lora_scale_in,lora_scale_out "
     "t:lora_a_in,lora_b_in,lora_a_out,lora_b_out,lora_u,lora_v_in,lora_v_out,"
-    "d_lora_a_in,d_lora_b_in,d_lora_a_out,d_lora_b_out e:arriving i:arriving_buffer,arriving_reserved",
+    "d_lora_a_in,d_lora_b_in,d_lora_a_out,d_lora_b_out,w_in_block_scales,w_out_block_scales "
+    "e:arriving i:arriving_buffer,arriving_reserved",
     "exchange_create": "i:device,rank,ranks f:timeout b:buffer_bytes",
     "exchange_all_gather": "e:exchange i:buffer,lockstep,part,reserved t:x,out,x_2,out_2,x_3,out_3",
     "exchange_all_to_all": "e:exchange i:buffer,lockstep,part,reserved t:x,out",

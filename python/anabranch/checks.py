@@ -20,7 +20,10 @@ _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float3
 
 
 def describe(value: Any) -> str:
-    """The X of "got X": dtype and shape of an array or tensor, type and value of anything else."""
+    """The X of "got X": dtype and shape of an array or tensor, fields of a NamedTuple, type and value of the rest."""
+    if isinstance(value, tuple) and (fields := getattr(value, "_fields", ())):
+        parts = (f"{name}={describe(part)}" for name, part in zip(fields, value, strict=True))
+        return f"{type(value).__name__}({', '.join(parts)})"
     if isinstance(value, np.ma.MaskedArray):
         return f"a masked array {value.dtype}{list(value.shape)}"
     if isinstance(value, type) or not (hasattr(value, "dtype") and hasattr(value, "shape")):

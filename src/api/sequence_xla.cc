@@ -16,6 +16,7 @@
 //   function  the name of the operation, for example "plan"
 //   tensors   the buffer of each tensor, for example "x=0,out=3"
 //   orders    optional, as in core/xla.h
+//   fp4       optional, as in core/xla.h
 //   per_rank  optional, for example "first_expert:tokens": this option is multiplied by the rank of this exchange
 //
 // An option that is an exchange, such as `arriving`, is the key of that exchange.
@@ -227,6 +228,8 @@ class Sequence {
     if (!tensors.has_value()) return malformed(where, "", "tensors");
     const auto given_orders = attributes.get<std::string_view>("orders");
     const std::string_view orders = given_orders.has_value() ? *given_orders : std::string_view();
+    const auto given_fp4 = attributes.get<std::string_view>("fp4");
+    const std::string_view fp4 = given_fp4.has_value() ? *given_fp4 : std::string_view();
     std::string_view entries = *tensors;
     while (!entries.empty()) {
       const std::string_view entry = take_name(entries);
@@ -236,7 +239,7 @@ class Sequence {
       if (!split(entry, '=', &name, &number) || !parse(number, &index) || index >= buffers_.size()) {
         return malformed(where, entry, "NAME=NUMBER, with the number of a buffer");
       }
-      if (!arguments->place(name, buffers_[index], orders)) {
+      if (!arguments->place(name, buffers_[index], orders, fp4)) {
         return malformed(where, entry, "a tensor of the function, given once, in a valid order of axes");
       }
     }

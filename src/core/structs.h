@@ -51,6 +51,8 @@ AB_STRUCT(ab_sort_chunks_args, row_id_map, row_id_map);
 AB_STRUCT(ab_expand_row_id_map_args, slot_of_row, slot_of_row);
 AB_STRUCT(ab_quantize_rows_args, scales, scales);
 AB_STRUCT(ab_quantize_weights_args, scales, scales);
+AB_STRUCT(ab_pack_mxfp4_args, scales, scales);
+AB_STRUCT(ab_unpack_args, w, w);
 AB_STRUCT(ab_grouped_matmul_args, y, lora_u);
 AB_STRUCT(ab_grouped_matmul_dw_args, d_w, reserved);
 AB_STRUCT(ab_grouped_matmul_combine_args, out, returning_reserved);

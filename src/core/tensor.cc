@@ -8,7 +8,7 @@
 namespace anabranch {
 namespace {
 
-constexpr int32_t kLastDtype = AB_FLOAT8_E4M3;
+constexpr int32_t kLastDtype = AB_FLOAT8_E8M0;
 
 const char* dtype_name(int32_t dtype) {
   switch (dtype) {
@@ -21,6 +21,8 @@ const char* dtype_name(int32_t dtype) {
     case AB_BFLOAT16: return "bfloat16";
     case AB_FLOAT32: return "float32";
     case AB_FLOAT8_E4M3: return "float8_e4m3";
+    case AB_FLOAT4_E2M1X2: return "float4_e2m1x2";
+    case AB_FLOAT8_E8M0: return "float8_e8m0";
     default: return "unknown dtype";
   }
 }
@@ -152,7 +154,9 @@ int64_t dtype_size(int32_t dtype) {
   switch (dtype) {
     case AB_BOOL:
     case AB_UINT8:
-    case AB_FLOAT8_E4M3: return 1;
+    case AB_FLOAT8_E4M3:
+    case AB_FLOAT4_E2M1X2:
+    case AB_FLOAT8_E8M0: return 1;
     case AB_INT16:
     case AB_FLOAT16:
     case AB_BFLOAT16: return 2;

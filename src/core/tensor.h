@@ -16,11 +16,14 @@ constexpr Dtypes dtype_bit(ab_dtype dtype) { return 1u << dtype; }
 constexpr Dtypes kFloat32 = dtype_bit(AB_FLOAT32);
 constexpr Dtypes kFloats = dtype_bit(AB_FLOAT32) | dtype_bit(AB_BFLOAT16) | dtype_bit(AB_FLOAT16);
 constexpr Dtypes kE4m3 = dtype_bit(AB_FLOAT8_E4M3);  // not in kFloats: without scales its range is too small
+constexpr Dtypes kPacked = kE4m3 | dtype_bit(AB_FLOAT4_E2M1X2);
+constexpr Dtypes kE8m0 = dtype_bit(AB_FLOAT8_E8M0) | dtype_bit(AB_UINT8);
 constexpr Dtypes kInt32 = dtype_bit(AB_INT32);
 constexpr Dtypes kIndices = dtype_bit(AB_INT16) | dtype_bit(AB_INT32) | dtype_bit(AB_INT64);
 constexpr Dtypes kBool = dtype_bit(AB_BOOL);
 constexpr Dtypes kAnyDtype = dtype_bit(AB_BOOL) | dtype_bit(AB_UINT8) | kIndices | kFloats;
 
+// Bytes per element; 1 for AB_FLOAT4_E2M1X2, whose elements have half a byte.
 int64_t dtype_size(int32_t dtype);
 
 // An axis with its name in the documentation. size -1: any size.

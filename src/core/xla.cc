@@ -25,6 +25,7 @@ int32_t dtype_of(ffi::DataType dtype) {
     case ffi::DataType::BF16: return AB_BFLOAT16;
     case ffi::DataType::F32: return AB_FLOAT32;
     case ffi::DataType::F8E4M3FN: return AB_FLOAT8_E4M3;
+    case ffi::DataType::F8E8M0FNU: return AB_FLOAT8_E8M0;
     default: return 0;
   }
 }
@@ -67,6 +68,30 @@ std::string_view take_name(std::string_view& names) {
   return name;
 }
 
+namespace {
+
+// Whether "NAME,..." contains a name.
+bool contains(std::string_view names, std::string_view name) {
+  while (!names.empty()) {
+    if (take_name(names) == name) return true;
+  }
+  return false;
+}
+
+// Views bytes [..., N, 16] as float4_e2m1 [..., 32 N]. Returns false for other buffers.
+bool view_as_fp4(ab_tensor* view) {
+  constexpr int64_t kBytes = 16;  // of a block, with two elements each
+  if (view->dtype != AB_UINT8 || view->rank < 2 || view->rank > AB_MAX_RANK || view->shape[view->rank - 1] != kBytes) {
+    return false;
+  }
+  view->dtype = AB_FLOAT4_E2M1X2;
+  view->shape[--view->rank] = 0;
+  view->shape[view->rank - 1] *= 2 * kBytes;
+  return true;
+}
+
+}  // namespace
+
 Arguments::Arguments(const Operation& operation) : operation_(operation) {
   std::memset(args_, 0, operation.args_bytes);
   std::memcpy(args_, &operation.args_bytes, sizeof(size_t));  // the first field of every args struct
@@ -77,12 +102,13 @@ void* Arguments::field(std::string_view name, FieldKind kind) {
   return found == nullptr || found->kind != kind ? nullptr : args_ + found->offset;
 }
 
-bool Arguments::place(std::string_view name, const ab_tensor& tensor, std::string_view orders) {
+bool Arguments::place(std::string_view name, const ab_tensor& tensor, std::string_view orders, std::string_view fp4) {
   void* const place = field(name, FieldKind::tensor);
   if (place == nullptr || used_ == kMaxBuffers || tensor.rank > AB_MAX_RANK) return false;
   if (*static_cast<const ab_tensor**>(place) != nullptr) return false;
   View& view = views_[used_];
   view.tensor = tensor;
+  if (contains(fp4, name) && !view_as_fp4(&view.tensor)) return false;
   if (!reorder(orders, name, &view)) return false;
   *static_cast<const ab_tensor**>(place) = &view.tensor;
   ++used_;
@@ -142,11 +168,13 @@ ffi::Error decode(const ffi::RemainingArgs& operands, const ffi::RemainingRets& 
 
   const auto given_orders = attributes.get<std::string_view>("orders");
   const std::string_view orders = given_orders.has_value() ? *given_orders : std::string_view();
+  const auto given_fp4 = attributes.get<std::string_view>("fp4");
+  const std::string_view fp4 = given_fp4.has_value() ? *given_fp4 : std::string_view();
   std::string_view names = *operand_names;
   for (size_t i = 0; i < operands.size(); ++i) {
     const std::string_view name = take_name(names);
     const auto buffer = operands.get<ffi::AnyBuffer>(i);
-    if (!buffer.has_value() || !arguments->place(name, view_of(*buffer), orders)) {
+    if (!buffer.has_value() || !arguments->place(name, view_of(*buffer), orders, fp4)) {
       return invalid("anabranch: unknown operand " + std::string(name));
     }
   }
@@ -156,7 +184,7 @@ ffi::Error decode(const ffi::RemainingArgs& operands, const ffi::RemainingRets& 
     auto buffer = results.get<ffi::AnyBuffer>(i);
     if (buffer.has_value() && name == "workspace") {
       *workspace = view_of(**buffer);
-    } else if (!buffer.has_value() || !arguments->place(name, view_of(**buffer), orders)) {
+    } else if (!buffer.has_value() || !arguments->place(name, view_of(**buffer), orders, fp4)) {
       return invalid("anabranch: unknown result " + std::string(name));
     }
   }

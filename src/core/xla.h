@@ -4,7 +4,8 @@
 // operands and results. Two attributes name them ("operands" and "results", comma-separated), so any optional tensor
 // may be absent. Every option is an attribute with the name of its field. A buffer whose axes have another order than
 // those of the operation has an entry in the optional attribute "orders": "w_in:0312" means that axes 0, 1, 2, 3 of the
-// operation's W_in are axes 0, 3, 1, 2 of the buffer.
+// operation's W_in are axes 0, 3, 1, 2 of the buffer. The optional attribute "fp4" names buffers of bytes [..., N, 16]
+// that are float4_e2m1 [..., 32 N], two per byte.
 #pragma once
 
 #include <cstddef>
@@ -94,7 +95,7 @@ class Arguments {
 
   // Gives a tensor, with its axes in the order that `orders` has for this name. Returns false if the operation has no
   // such tensor, if it is already given, if the order is invalid, or if there is no room.
-  bool place(std::string_view name, const ab_tensor& tensor, std::string_view orders);
+  bool place(std::string_view name, const ab_tensor& tensor, std::string_view orders, std::string_view fp4);
 
   // Reads all numbers.
   ffi::Error read_numbers(const ffi::Dictionary& attributes);

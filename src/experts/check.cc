@@ -5,6 +5,7 @@
 #include "dispatch/maps.h"
 #include "experts/block_scale.h"
 #include "experts/lora_check.h"
+#include "experts/packed_check.h"
 #include "experts/precision.h"
 
 namespace anabranch {
@@ -79,22 +80,55 @@ ab_status check_scales_of(const char* name, const ab_tensor* tensor, const char*
 
 constexpr const char* kWithoutFp8 = "without AB_PRECISION_FP8";
 
+// Refuses scales without packed weights.
+ab_status check_without_scales(const char* name, const char* scales_name, const ab_tensor* scales) {
+  if (scales == nullptr) return ok();
+  return AB_INVALID("%s: got a tensor, expected NULL since %s is not packed", scales_name, name);
+}
+
+const ab_tensor* block_scales_of(const ab_grouped_matmul_args*) { return nullptr; }
+const ab_tensor* block_scales_of(const ab_grouped_matmul_combine_args* args) { return args->w_block_scales; }
+
+// Packed dtypes that w may have. With FP8, FP8 blocks are w_q.
+Dtypes packed_dtypes(const ab_grouped_matmul_args*) { return 0; }
+Dtypes packed_dtypes(const ab_grouped_matmul_combine_args* args) {
+  return !is_fp8(*args) && is_packed(args->w) ? kPacked : 0;
+}
+
+// Checks packed weights [E, M, C] of a GEMM.
+ab_status check_packed_product(const ab_tensor& w, const ab_tensor* scales, int64_t E) {
+  constexpr Order kRowMajor{{0, 1, 2}};
+  const int64_t M = axis(&w, 1);
+  const int64_t C = axis(&w, 2);
+  if (w.dtype == AB_FLOAT4_E2M1X2) {
+    AB_RETURN_IF_ERROR(check_packed_axis("w", "C", C, kMxBlock));
+    return check_block_scales("w_block_scales", scales, w.dtype, {{"E", E}, {"M", M}, {"C/32", C / kMxBlock}},
+                              kRowMajor);
+  }
+  AB_RETURN_IF_ERROR(check_packed_axis("w", "M", M, kScaleBlock));
+  AB_RETURN_IF_ERROR(check_packed_axis("w", "C", C, kScaleBlock));
+  return check_block_scales("w_block_scales", scales, w.dtype, {{"E", E}, {"M/128", blocks(M)}, {"C/128", blocks(C)}},
+                            kRowMajor);
+}
+
 // Checks the weights [D, N] of a GEMM with rows x.
 template <class Args>
 ab_status check_product_weights(const Args* args, GroupedSizes* s) {
   const bool transposed = args->transpose_w != 0;
   if (args->w != nullptr || args->w_q == nullptr) {
-    const Dtypes dtype = is_fp8(*args) ? kFloats : dtype_of(args->x);
+    const Dtypes dtype = (is_fp8(*args) ? kFloats : dtype_of(args->x)) | packed_dtypes(args);
     if (transposed) {
       AB_RETURN_IF_ERROR(check_tensor("w", args->w, dtype, {{"E", s->E}, {"N"}, {"D", s->D}}));
     } else {
       AB_RETURN_IF_ERROR(check_tensor("w", args->w, dtype, {{"E", s->E}, {"D", s->D}, {"N"}}));
     }
     s->N = axis(args->w, transposed ? 1 : 2);
+    if (is_packed(args->w)) return check_packed_product(*args->w, block_scales_of(args), s->E);
   } else {
     AB_RETURN_IF_ERROR(check_tensor("w_q", args->w_q, kE4m3, {{"E", s->E}, {"N"}, {"D", s->D}}));
     s->N = axis(args->w_q, 1);
   }
+  AB_RETURN_IF_ERROR(check_without_scales("w", "w_block_scales", block_scales_of(args)));
   if (!is_fp8(*args)) return ok();
   AB_RETURN_IF_ERROR(check_blocks("w", "N", s->N));
   const Axis d_blocks{"D/128", blocks(s->D)};
@@ -184,10 +218,12 @@ ab_status check_activation(const Args* args) {
   return check_parameter("activation_limit", args->activation_limit, kind >= AB_SWIGLU_CLAMPED);
 }
 
-// Dtypes allowed for the weights: FP8 quantises weights of any float dtype.
+// Dtypes allowed for weights: FP8 quantises weights of any float dtype, without it they may be packed. Messages about
+// other weights do not name packed dtypes.
 template <class Args>
-Dtypes dtypes_of_weights(const Args* args) {
-  return is_fp8(*args) ? kFloats : dtype_of(args->x);
+Dtypes dtypes_of_weights(const Args* args, const ab_tensor* weights) {
+  if (is_fp8(*args)) return kFloats;
+  return is_packed(weights) ? dtype_of(args->x) | kPacked : dtype_of(args->x);
 }
 
 // Finds the tensor that determines the number of rows and D: x or, if it is absent, x_q.
@@ -219,15 +255,57 @@ int32_t dtype_of_network(const ab_expert_ffn_forward_args* args) {
 }
 int32_t dtype_of_network(const ab_expert_ffn_backward_args* args) { return args->x->dtype; }
 
-// Checks W_in, given as floats or quantised in the axis order that quantized_transposed selects.
+// Checks packed W_in and its scales. order: the order of its axes; FP8 blocks must not mix gate and up.
+template <class Args>
+ab_status check_packed_w_in(const Args* args, const FfnSizes& s, size_t* order) {
+  constexpr Order kPacked[] = {kInOrders[kPfd], kInOrders[kFpd]};
+  const ab_tensor* w = args->w_in;
+  const bool fp4 = w->dtype == AB_FLOAT4_E2M1X2;
+  const Axis E{"E", s.E}, P{"P", s.P}, F{"F", s.F};
+  AB_RETURN_IF_ERROR(check_ordered("w_in", w, dtype_bit(static_cast<ab_dtype>(w->dtype)), {E, {"D", s.D}, P, F},
+                                   {kPacked, fp4 ? size_t{2} : size_t{1}}, order));
+  *order = *order == 0 ? kPfd : kFpd;
+  const Order& of_scales = kInOrders[*order];
+  if (fp4) {
+    AB_RETURN_IF_ERROR(check_packed_axis("w_in", "D", s.D, kMxBlock));
+    return check_block_scales("w_in_block_scales", args->w_in_block_scales, w->dtype,
+                              {E, {"D/32", s.D / kMxBlock}, P, F}, of_scales);
+  }
+  AB_RETURN_IF_ERROR(check_packed_axis("w_in", "D", s.D, kScaleBlock));
+  AB_RETURN_IF_ERROR(check_packed_axis("w_in", "F", s.F, kScaleBlock));
+  return check_block_scales("w_in_block_scales", args->w_in_block_scales, w->dtype,
+                            {E, {"D/128", blocks(s.D)}, P, {"F/128", blocks(s.F)}}, of_scales);
+}
+
+// Checks packed W_out and its scales.
+template <class Args>
+ab_status check_packed_w_out(const Args* args, const FfnSizes& s) {
+  const ab_tensor* w = args->w_out;
+  const Axis E{"E", s.E}, D{"D", s.D};
+  size_t order = 0;
+  AB_RETURN_IF_ERROR(check_ordered("w_out", w, dtype_bit(static_cast<ab_dtype>(w->dtype)), {E, {"F", s.F}, D},
+                                   {&kOutOrders[kDf], 1}, &order));
+  if (w->dtype == AB_FLOAT4_E2M1X2) {
+    AB_RETURN_IF_ERROR(check_packed_axis("w_out", "F", s.F, kMxBlock));
+    return check_block_scales("w_out_block_scales", args->w_out_block_scales, w->dtype,
+                              {E, {"F/32", s.F / kMxBlock}, D}, kOutOrders[kDf]);
+  }
+  AB_RETURN_IF_ERROR(check_packed_axis("w_out", "F", s.F, kScaleBlock));
+  AB_RETURN_IF_ERROR(check_packed_axis("w_out", "D", s.D, kScaleBlock));
+  return check_block_scales("w_out_block_scales", args->w_out_block_scales, w->dtype,
+                            {E, {"F/128", blocks(s.F)}, {"D/128", blocks(s.D)}}, kOutOrders[kDf]);
+}
+
+// Checks W_in, given as floats, packed, or quantised in the axis order that quantized_transposed selects.
 template <class Args>
 ab_status check_w_in(const Args* args, bool quantized_transposed, FfnSizes* s) {
   size_t order = kDpf;
   if (args->w_in != nullptr || args->w_in_q == nullptr) {
-    AB_RETURN_IF_ERROR(check_ordered("w_in", args->w_in, dtypes_of_weights(args),
+    AB_RETURN_IF_ERROR(check_ordered("w_in", args->w_in, dtypes_of_weights(args, args->w_in),
                                      {{"E", s->E}, {"D", s->D}, {"2 or 1"}, {"F"}}, kInOrders, &order));
     s->P = axis(args->w_in, 2);
     s->F = axis(args->w_in, 3);
+    if (is_packed(args->w_in)) AB_RETURN_IF_ERROR(check_packed_w_in(args, *s, &order));
   } else if (quantized_transposed) {
     AB_RETURN_IF_ERROR(check_tensor("w_in_q", args->w_in_q, kE4m3, {{"E", s->E}, {"2 or 1"}, {"F"}, {"D", s->D}}));
     s->P = axis(args->w_in_q, 1);
@@ -243,6 +321,9 @@ ab_status check_w_in(const Args* args, bool quantized_transposed, FfnSizes* s) {
     return AB_INVALID("%s: got %lld parts, expected 2 (gate, up) or 1", args->w_in != nullptr ? "w_in" : "w_in_q",
                       static_cast<long long>(s->P));
   }
+  if (!is_packed(args->w_in)) {
+    AB_RETURN_IF_ERROR(check_without_scales("w_in", "w_in_block_scales", args->w_in_block_scales));
+  }
   if (!is_fp8(*args)) return ok();
   AB_RETURN_IF_ERROR(check_blocks("w_in", "F", s->F));
   const Axis E{"E", s->E}, D{"D", s->D}, P{"P", s->P}, F{"F", s->F};
@@ -257,8 +338,16 @@ ab_status check_w_out(const Args* args, bool quantized_transposed, FfnSizes* s) 
   const Axis E{"E", s->E}, D{"D", s->D}, F{"F", s->F};
   if (args->w_out != nullptr || args->w_out_q == nullptr) {
     size_t order = kFd;
-    AB_RETURN_IF_ERROR(check_ordered("w_out", args->w_out, dtypes_of_weights(args), {E, F, D}, kOutOrders, &order));
+    AB_RETURN_IF_ERROR(
+        check_ordered("w_out", args->w_out, dtypes_of_weights(args, args->w_out), {E, F, D}, kOutOrders, &order));
     s->layout.out_transposed = order == kDf;
+    if (is_packed(args->w_out)) {
+      s->layout.out_transposed = true;
+      AB_RETURN_IF_ERROR(check_packed_w_out(args, *s));
+    }
+  }
+  if (!is_packed(args->w_out)) {
+    AB_RETURN_IF_ERROR(check_without_scales("w_out", "w_out_block_scales", args->w_out_block_scales));
   }
   if (!is_fp8(*args)) return ok();
   const std::initializer_list<Axis> scales = {E, {"F/128", blocks(s->F)}, {"D/128", blocks(s->D)}};
@@ -309,6 +398,7 @@ ab_status check_common(const Args* args, bool has_down, bool quantized_transpose
     AB_RETURN_IF_ERROR(check_unused("w_out", args->w_out, "without y"));
     AB_RETURN_IF_ERROR(check_unused("w_out_q", args->w_out_q, "without y"));
     AB_RETURN_IF_ERROR(check_unused("w_out_scales", args->w_out_scales, "without y"));
+    AB_RETURN_IF_ERROR(check_unused("w_out_block_scales", args->w_out_block_scales, "without y"));
     AB_RETURN_IF_ERROR(check_unused("b_out", args->b_out, "without y"));
   }
   return by_slot ? check_optional("weights", args->weights, kFloats, {{"T", s->T}, {"K", s->K}})
@@ -452,6 +542,8 @@ ab_status check(const ab_expert_ffn_backward_args* args, FfnSizes* s) {
   if (args->accumulate != 0 && args->d_w_in == nullptr && args->d_w_out == nullptr && !has_factors) {
     return AB_INVALID("accumulate: got 1, expected 0, or 1 together with d_w_in, d_w_out or the gradient of a factor");
   }
+  if (is_packed(args->w_in)) AB_RETURN_IF_ERROR(check_unused("d_w_in", args->d_w_in, "since w_in is packed"));
+  if (is_packed(args->w_out)) AB_RETURN_IF_ERROR(check_unused("d_w_out", args->d_w_out, "since w_out is packed"));
   AB_RETURN_IF_ERROR(check_lora(args, s));
   const Dtypes dtype = dtype_of(*s);
   const Dtypes gradients = args->accumulate != 0 ? kFloat32 : dtype | kFloat32;

@@ -20,6 +20,19 @@ constexpr Field kQuantizeWeightsFields[] = {
     AB_TENSOR(ab_quantize_weights_args, scales),
 };
 
+constexpr Field kPackMxfp4Fields[] = {
+    AB_INT32(ab_pack_mxfp4_args, scale_rule),
+    AB_TENSOR(ab_pack_mxfp4_args, w),
+    AB_TENSOR(ab_pack_mxfp4_args, codes),
+    AB_TENSOR(ab_pack_mxfp4_args, scales),
+};
+
+constexpr Field kUnpackFields[] = {
+    AB_TENSOR(ab_unpack_args, packed),
+    AB_TENSOR(ab_unpack_args, scales),
+    AB_TENSOR(ab_unpack_args, w),
+};
+
 constexpr Field kGroupedMatmulFields[] = {
     AB_INT32(ab_grouped_matmul_args, transpose_w),
     AB_TENSOR(ab_grouped_matmul_args, x),
@@ -68,6 +81,7 @@ constexpr Field kGroupedMatmulCombineFields[] = {
     AB_TENSOR(ab_grouped_matmul_combine_args, lora_a),
     AB_TENSOR(ab_grouped_matmul_combine_args, lora_b),
     AB_TENSOR(ab_grouped_matmul_combine_args, lora_u),
+    AB_TENSOR(ab_grouped_matmul_combine_args, w_block_scales),
     AB_EXCHANGE(ab_grouped_matmul_combine_args, returning),
     AB_LATER_INT32(ab_grouped_matmul_combine_args, returning_buffer),
 };
@@ -111,6 +125,8 @@ constexpr Field kFfnForwardFields[] = {
     AB_TENSOR(ab_expert_ffn_forward_args, lora_b_in_copy),
     AB_TENSOR(ab_expert_ffn_forward_args, lora_a_out_copy),
     AB_TENSOR(ab_expert_ffn_forward_args, lora_b_out_copy),
+    AB_TENSOR(ab_expert_ffn_forward_args, w_in_block_scales),
+    AB_TENSOR(ab_expert_ffn_forward_args, w_out_block_scales),
     AB_EXCHANGE(ab_expert_ffn_forward_args, arriving),
     AB_LATER_INT32(ab_expert_ffn_forward_args, arriving_buffer),
 };
@@ -161,6 +177,8 @@ constexpr Field kFfnBackwardFields[] = {
     AB_TENSOR(ab_expert_ffn_backward_args, d_lora_b_in),
     AB_TENSOR(ab_expert_ffn_backward_args, d_lora_a_out),
     AB_TENSOR(ab_expert_ffn_backward_args, d_lora_b_out),
+    AB_TENSOR(ab_expert_ffn_backward_args, w_in_block_scales),
+    AB_TENSOR(ab_expert_ffn_backward_args, w_out_block_scales),
     AB_EXCHANGE(ab_expert_ffn_backward_args, arriving),
     AB_LATER_INT32(ab_expert_ffn_backward_args, arriving_buffer),
 };
@@ -169,6 +187,8 @@ constexpr Field kFfnBackwardFields[] = {
 
 AB_XLA_HANDLER(quantize_rows, kQuantizeRowsFields, ab_quantize_rows_workspace);
 AB_XLA_HANDLER(quantize_weights, kQuantizeWeightsFields, ab_quantize_weights_workspace);
+AB_XLA_HANDLER(pack_mxfp4, kPackMxfp4Fields, ab_pack_mxfp4_workspace);
+AB_XLA_HANDLER(unpack, kUnpackFields, ab_unpack_workspace);
 AB_XLA_HANDLER(grouped_matmul, kGroupedMatmulFields, ab_grouped_matmul_workspace);
 AB_XLA_HANDLER(grouped_matmul_dw, kGroupedMatmulDwFields, ab_grouped_matmul_dw_workspace);
 AB_XLA_HANDLER(grouped_matmul_combine, kGroupedMatmulCombineFields, ab_grouped_matmul_combine_workspace);

@@ -72,6 +72,11 @@ void check_rank(const char* name, const Tensor& tensor, int64_t rank) {
   }
 }
 
+// The codes of packed weights have one more axis than the weights.
+void check_rank_of_w_out(const Tensor& w_out) {
+  check_rank("w_out", w_out, w_out.dtype() == shims.dtype_uint8() ? 4 : 3);
+}
+
 // Adds a tensor to the arguments, or says that it is not given.
 void add(Arguments& arguments, const Tensor& tensor) {
   if (tensor) {
@@ -87,6 +92,7 @@ class Parameters {
  public:
   Parameters(const Tensor& w_in, const Tensor& w_out, bool parts_first) : are_given_(w_in.rank() == 3) {
     if (!are_given_) return;
+    check_rank("w_out", w_out, 3);
     std::copy_n(w_in.sizes(), 3, sizes_);
     const int64_t F = w_out.sizes()[2], P = F == 0 ? 1 : sizes_[1] / F;
     if (P * F != sizes_[1]) {
@@ -221,7 +227,7 @@ void layer_forward(Value* stack, uint64_t, uint64_t) {
   std::vector<Tensor> t = take(stack, "TgttttttTtTtttttttttt");
   check_rank("x", t[X], 2);
   check_rank("gate", t[GATE], 2);
-  check_rank("w_out", t[W_OUT], 3);
+  check_rank_of_w_out(t[W_OUT]);
   const Config& config = configs().at(stack[CONFIG]);
   const Parameters parameters(t[W_IN], t[W_OUT], config.parts_first);
   t[W_IN] = parameters.w_in(t[W_IN]);
@@ -279,7 +285,7 @@ void layer_backward(Value* stack, uint64_t, uint64_t) {
   std::vector<Tensor> t = take(stack, "TtttgTTTtttTttTtTtttttttttt");
   check_rank("tokens", t[TOKENS], 2);
   check_rank("gate", t[GATE], 2);
-  check_rank("w_out", t[W_OUT], 3);
+  check_rank_of_w_out(t[W_OUT]);
   const Config& config = configs().at(stack[CONFIG]);
   const Parameters parameters(t[W_IN], t[W_OUT], config.parts_first);
   t[W_IN] = parameters.w_in(t[W_IN]);

@@ -111,6 +111,8 @@ TEST(Structs, OfEverySizeAreAcceptedOrRefused) {
   CHECK_ARGS(ab_expand_row_id_map, 40);
   CHECK_ARGS(ab_quantize_rows, 40);
   CHECK_ARGS(ab_quantize_weights, 48);
+  CHECK_ARGS(ab_pack_mxfp4, 40);
+  CHECK_ARGS(ab_unpack, 32);
   CHECK_ARGS(ab_grouped_matmul, 48);
   CHECK_ARGS(ab_grouped_matmul_dw, 48);
   CHECK_ARGS(ab_grouped_matmul_combine, 96);

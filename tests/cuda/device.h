@@ -66,7 +66,7 @@ inline int64_t element_bytes_of(const ab_tensor& view) {
 inline int64_t bytes_of(const ab_tensor& view) {
   int64_t bytes = element_bytes_of(view);
   for (int i = 0; i < view.rank; ++i) bytes *= view.shape[i];
-  return bytes;
+  return view.dtype == AB_FLOAT4_E2M1X2 ? bytes / 2 : bytes;
 }
 
 // Copies host tensors to the device, each between two guard zones filled with a known pattern.

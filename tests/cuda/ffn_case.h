@@ -216,7 +216,8 @@ struct Network {
     run_on_copies(ab_cuda_expert_ffn_forward_workspace, ab_cuda_expert_ffn_forward, args, &A::x, &A::slot_of_row,
                   &A::group_sizes, &A::w_in, &A::b_in, &A::w_out, &A::b_out, &A::weights, &A::y, &A::h, &A::a,
                   &A::lora_a_in, &A::lora_b_in, &A::lora_a_out, &A::lora_b_out, &A::lora_u, &A::lora_z,
-                  &A::lora_a_in_copy, &A::lora_b_in_copy, &A::lora_a_out_copy, &A::lora_b_out_copy);
+                  &A::lora_a_in_copy, &A::lora_b_in_copy, &A::lora_a_out_copy, &A::lora_b_out_copy,
+                  &A::w_in_block_scales, &A::w_out_block_scales);
   }
   static void backward_on_gpu(const BackwardArgs& args) {
     using A = BackwardArgs;
@@ -224,7 +225,8 @@ struct Network {
                   &A::group_sizes, &A::w_in, &A::w_out, &A::b_out, &A::weights, &A::h, &A::d_out, &A::dh, &A::dx_rows,
                   &A::d_w_in, &A::d_b_in, &A::d_w_out, &A::d_b_out, &A::d_weights, &A::weighted_a, &A::lora_a_in,
                   &A::lora_b_in, &A::lora_a_out, &A::lora_b_out, &A::lora_u, &A::lora_v_in, &A::lora_v_out,
-                  &A::d_lora_a_in, &A::d_lora_b_in, &A::d_lora_a_out, &A::d_lora_b_out);
+                  &A::d_lora_a_in, &A::d_lora_b_in, &A::d_lora_a_out, &A::d_lora_b_out, &A::w_in_block_scales,
+                  &A::w_out_block_scales);
   }
 
   // Compares all results bit for bit.

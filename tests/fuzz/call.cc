@@ -48,6 +48,12 @@ float float32_value(Random& random, bool special, SpecialNumbers which) {
   }
 }
 
+// Mostly 2^-5 to 1.
+char scale_bits(Random& random, bool special, SpecialNumbers which) {
+  if (!special) return static_cast<char>(random.between(122, 127));
+  return which == SpecialNumbers::extreme ? static_cast<char>(random.bits()) : static_cast<char>(255);
+}
+
 int64_t index_value(Random& random, int64_t limit, bool special) {
   if (!special) return random.between(-1, std::max<int64_t>(limit, 0));
   return random.one_of<int64_t>({INT32_MIN, INT32_MAX, -2, limit + 1, static_cast<int32_t>(random.bits())});
@@ -72,6 +78,7 @@ void fill_values(Random& random, double specials, SpecialNumbers which, const Op
       case AB_INT32: put(to, static_cast<int32_t>(index_value(random, operand.limit, special))); break;
       case AB_INT16: put(to, static_cast<int16_t>(index_value(random, operand.limit, special))); break;
       case AB_BOOL: *to = random.chance(0.5) ? 1 : 0; break;
+      case AB_FLOAT8_E8M0: *to = scale_bits(random, special, which); break;
       default: *to = static_cast<char>(random.bits()); break;
     }
     // Clear the sign of a negative float; replace a negative index by 0.
@@ -101,6 +108,8 @@ size_t element_size(int32_t dtype) {
   switch (dtype) {
     case AB_BOOL:
     case AB_UINT8:
+    case AB_FLOAT4_E2M1X2:
+    case AB_FLOAT8_E8M0:
     case AB_FLOAT8_E4M3: return 1;
     case AB_INT16:
     case AB_FLOAT16:
@@ -129,7 +138,8 @@ int64_t small_bytes(const ab_tensor& view) {
     if (stride < 0 || stride > kMaxBytes || last + (size - 1) * stride > kMaxBytes) return -1;
     last += (size - 1) * stride;
   }
-  const int64_t bytes = std::max(elements, last + 1) * element;
+  const bool is_packed = view.dtype == AB_FLOAT4_E2M1X2;  // two elements per byte
+  const int64_t bytes = (std::max(elements, last + 1) + (is_packed ? 1 : 0)) / (is_packed ? 2 : 1) * element;
   return bytes > kMaxBytes ? -1 : bytes;
 }
 

@@ -6,6 +6,16 @@
 
 namespace anabranch::fuzz {
 
+// Whether and how a call has packed weights. The callers pass a copy of the random numbers, so that calls with plain
+// weights stay as they were.
+inline bool has_large_plain_weights(Random random) { return random.chance(0.15); }
+inline bool packs_a_weight(Random& random) { return random.chance(0.4); }
+
+// Packs a weight, whose axes have this order in memory, if its sizes allow it: as MXFP4, or as FP8 blocks unless
+// `mxfp4` is set. Adds the scales.
+void pack_weight(const char* scales_name, const ab_tensor** scales, Random& random, bool mxfp4, const Shape& order,
+                 const ab_tensor* weight, Call* call);
+
 // Chooses the precision, and sizes that the precision allows.
 template <class Args>
 Sizes choose_precision(Random& random, Args* args, Call* call) {
@@ -14,6 +24,7 @@ Sizes choose_precision(Random& random, Args* args, Call* call) {
     args->precision = static_cast<int32_t>(random.between(0, 1));
     return Sizes(random);
   }
+  if (has_large_plain_weights(random)) return Sizes::quantizable(random);
   args->precision = AB_PRECISION_FP8;
   args->fp8_scales = static_cast<int32_t>(random.between(0, 1));
   return Sizes::quantizable(random);

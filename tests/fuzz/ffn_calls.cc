@@ -65,10 +65,8 @@ void add_quantized_weights(const Sizes& s, Random& random, bool transposed, Args
   }
 }
 
-// Chooses one of the memory layouts of experts.h for the weights and the tensors that follow their layout.
-void choose_layout(Random& random, Call* call) {
-  const Shape in = random.one_of<Shape>({{0, 1, 2, 3}, {0, 2, 3, 1}, {0, 1, 3, 2}, {0, 3, 2, 1}});
-  const Shape out = random.one_of<Shape>({{0, 1, 2}, {0, 2, 1}});
+// Sets the memory layouts of the weights and of the tensors that follow their layout.
+void set_layouts(const Shape& in, const Shape& out, Call* call) {
   const bool interleaved = std::find(in.begin(), in.end(), 3) < std::find(in.begin(), in.end(), 2);
   const Shape intermediate = interleaved ? Shape{0, 2, 1} : Shape{0, 1, 2};
   const std::map<std::string, Shape> orders = {{"w_in", in},           {"d_w_in", in},          {"w_out", out},
@@ -78,6 +76,26 @@ void choose_layout(Random& random, Call* call) {
     const auto found = orders.find(operand.name);
     if (found != orders.end()) set_order(found->second, &operand);
   }
+}
+
+// Chooses layouts of experts.h.
+void choose_layout(Random& random, Call* call) {
+  const Shape in = random.one_of<Shape>({{0, 1, 2, 3}, {0, 2, 3, 1}, {0, 1, 3, 2}, {0, 3, 2, 1}});
+  set_layouts(in, random.one_of<Shape>({{0, 1, 2}, {0, 2, 1}}), call);
+}
+
+// Packs weights whose gradients are not requested.
+template <class Args>
+void pack_weights(Random random, bool requests_d_w_in, bool requests_d_w_out, Args* args, Call* call) {
+  const bool packs_in = !requests_d_w_in && packs_a_weight(random);
+  const bool packs_out = args->w_out != nullptr && !requests_d_w_out && packs_a_weight(random);
+  if (args->precision == AB_PRECISION_FP8 || !(packs_in || packs_out)) return;
+  const bool interleaved = random.chance(0.3);
+  const Shape in = interleaved ? Shape{0, 3, 2, 1} : Shape{0, 2, 3, 1};
+  const Shape out = {0, 2, 1};
+  set_layouts(in, out, call);
+  if (packs_in) pack_weight(ARGUMENT(w_in_block_scales), random, interleaved, in, args->w_in, call);
+  if (packs_out) pack_weight(ARGUMENT(w_out_block_scales), random, false, out, args->w_out, call);
 }
 
 template <class Args>
@@ -168,6 +186,7 @@ void make_expert_ffn_forward(const Operation& operation, Random& random, Call* c
     add_copy(ARGUMENT(lora_b_out_copy), adapters, args->lora_b_out, dtype, call);
   }
   call->options.push_back({"weight_early", &args->weight_early});
+  pack_weights(random, false, false, args, call);
 }
 
 void make_expert_ffn_backward(const Operation& operation, Random& random, Call* call) {
@@ -272,6 +291,7 @@ void make_expert_ffn_backward(const Operation& operation, Random& random, Call* 
   }
   call->options.push_back({"accumulate", &args->accumulate});
   if (random.chance(0.5)) choose_layout(random, call);
+  pack_weights(random, requests_d_w_in, requests_d_w_out, args, call);
 }
 
 }  // namespace anabranch::fuzz

@@ -124,6 +124,10 @@ void make_grouped_matmul_combine(const Operation& operation, Random& random, Cal
   result.in = in_place ? addend : nullptr;
   result.skips = &args->skip_rest;  // random indices do name tail rows
   add_adapter(s, random, args->x_scales != nullptr ? out : dtype, args, call);
+  Random packing = random;
+  if (args->precision != AB_PRECISION_FP8 && packs_a_weight(packing)) {
+    pack_weight(ARGUMENT(w_block_scales), packing, false, {0, 1, 2}, args->w, call);
+  }
   call->options = {{"transpose_w", &args->transpose_w}, {"weight_early", &args->weight_early},
                    {"skip_rest", &args->skip_rest},     {"backward", &args->backward},
                    {"precision", &args->precision},     {"fp8_scales", &args->fp8_scales}};

@@ -19,6 +19,7 @@ from anabranch.jax.ops.chunk_sort import sort_chunks_by_index
 from anabranch.jax.ops.dispatch import combine, dispatch
 from anabranch.jax.ops.experts import expert_ffn, grouped_matmul
 from anabranch.jax.ops.megablox import gmm
+from anabranch.jax.ops.packed import pack_fp8, pack_mxfp4, unpack
 from anabranch.jax.ops.plan import Plan, plan
 from anabranch.jax.ops.quantile import quantile_bias
 from anabranch.jax.ops.quantized import QuantizedExperts
@@ -41,12 +42,15 @@ from anabranch.jax.te.router import (
     fused_topk_with_score_function,
 )
 from anabranch.lora import Lora
+from anabranch.packed import Fp8Blocks, Mxfp4
 from anabranch.replay import Replay
 
 __all__ = [
     "Activation",
+    "Fp8Blocks",
     "Lora",
     "MoEOutput",
+    "Mxfp4",
     "Parallel",
     "Plan",
     "PureJaxPermState",
@@ -75,6 +79,8 @@ __all__ = [
     "local_unpermute_before_a2a",
     "merge_lora",
     "moe",
+    "pack_fp8",
+    "pack_mxfp4",
     "plan",
     "pure_jax_token_combine",
     "pure_jax_token_dispatch",
@@ -89,6 +95,7 @@ __all__ = [
     "sort_chunks_by_index",
     "token_combine",
     "token_dispatch",
+    "unpack",
     "z_loss",
 ]
 

@@ -5,6 +5,7 @@ from anabranch._packages import needed_by
 from anabranch.activation import Activation
 from anabranch.dense_router import RoutingMapFormat
 from anabranch.lora import Lora
+from anabranch.packed import Fp8Blocks, Mxfp4
 from anabranch.replay import Replay
 
 with needed_by("anabranch.torch"):
@@ -14,11 +15,13 @@ from anabranch.torch.layer.data_parallel import ddp_ignore_experts
 from anabranch.torch.layer.lora import add_lora, init_lora, join_lora, merge_lora
 from anabranch.torch.layer.module import MoE
 from anabranch.torch.layer.moe import MoEOutput, moe
+from anabranch.torch.layer.pack_experts import pack_experts
 from anabranch.torch.layer.routed_experts import RoutedExpertsOutput, routed_experts
 from anabranch.torch.layer.shared_expert import shared_expert
 from anabranch.torch.ops.chunk_sort import moe_sort_chunks_by_index, moe_sort_chunks_by_index_with_probs
 from anabranch.torch.ops.dispatch import combine, dispatch
 from anabranch.torch.ops.experts import expert_ffn, grouped_matmul
+from anabranch.torch.ops.packed import pack_fp8, pack_mxfp4, unpack
 from anabranch.torch.ops.plan import Plan, plan
 from anabranch.torch.ops.quantile import quantile_bias
 from anabranch.torch.ops.quantized import QuantizedExperts, quantize_experts
@@ -33,10 +36,12 @@ from anabranch.torch.te.router import fused_compute_score_for_moe_aux_loss, fuse
 
 __all__ = [
     "Activation",
+    "Fp8Blocks",
     "LibraryError",
     "Lora",
     "MoE",
     "MoEOutput",
+    "Mxfp4",
     "Plan",
     "QuantizedExperts",
     "Replay",
@@ -64,11 +69,15 @@ __all__ = [
     "moe_sort_chunks_by_index",
     "moe_sort_chunks_by_index_with_probs",
     "moe_unpermute",
+    "pack_experts",
+    "pack_fp8",
+    "pack_mxfp4",
     "plan",
     "quantile_bias",
     "quantize_experts",
     "route",
     "routed_experts",
     "shared_expert",
+    "unpack",
     "z_loss",
 ]

@@ -67,7 +67,9 @@ struct Backward {
         lora_v_in(low_rank_rows(args.lora_v_in, needs_v_in(), s.rank_in)),
         lora_v_out(low_rank_rows(args.lora_v_out, needs_v_out(), s.rank_out)),
         d_lora_b_in(workspace, args.d_lora_b_in, args.d_lora_b_in != nullptr && parts.order.interleaved),
-        products(workspace, threads, s.R, widest(), std::min(widest(), kTileColumns)) {
+        products(workspace, threads, s.R, widest(), std::min(widest(), kTileColumns),
+                 std::max(packed_block_bytes(args.w_in, !s.layout.in_transposed, s.D, s.P * s.F),
+                          packed_block_bytes(args.w_out, !s.layout.out_transposed, s.F, s.D))) {
     take_weights();
   }
 
@@ -96,8 +98,8 @@ struct Backward {
 
   void take_weights() {
     if (!fp8) {
-      w_out = WeightOperand(matrices_of(args.w_out, !s.layout.out_transposed));
-      w_in = WeightOperand(matrices_of(args.w_in, !s.layout.in_transposed));
+      w_out = WeightOperand(workspace, args.w_out, args.w_out_block_scales, s.dtype, !s.layout.out_transposed);
+      w_in = WeightOperand(workspace, args.w_in, args.w_in_block_scales, s.dtype, !s.layout.in_transposed);
       return;
     }
     const bool power_of_two = uses_power_of_two_scales(args);

@@ -55,9 +55,11 @@ struct Forward {
         lora_b_out(workspace, args.y != nullptr ? args.lora_b_out : nullptr, s.dtype, s.E),
         lora_u(take_low_rank_rows(workspace, args.lora_u, s.rank_in > 0, s.R, s.rank_in, s.dtype)),
         lora_z(take_low_rank_rows(workspace, args.lora_z, s.rank_out > 0, s.R, s.rank_out, s.dtype)),
-        products(workspace, threads, s.R, std::max({s.D, s.P * s.F, s.rank_in, s.rank_out}),
-                 std::max(std::min(std::max({s.D, s.rank_in, s.rank_out}), kTileColumns),
-                          s.P * std::min(s.F, kTileColumns))) {
+        products(
+            workspace, threads, s.R, std::max({s.D, s.P * s.F, s.rank_in, s.rank_out}),
+            std::max(std::min(std::max({s.D, s.rank_in, s.rank_out}), kTileColumns), s.P * std::min(s.F, kTileColumns)),
+            std::max(packed_block_bytes(args.w_in, s.layout.in_transposed, s.P * s.F, s.D),
+                     packed_block_bytes(args.w_out, s.layout.out_transposed, s.D, s.F))) {
     take_weights();
   }
 
@@ -78,8 +80,8 @@ struct Forward {
   }
   void take_weights() {
     if (!fp8) {
-      w_in = WeightOperand(matrices_of(args.w_in, s.layout.in_transposed));
-      w_out = WeightOperand(matrices_of(args.w_out, s.layout.out_transposed));
+      w_in = WeightOperand(workspace, args.w_in, args.w_in_block_scales, s.dtype, s.layout.in_transposed);
+      w_out = WeightOperand(workspace, args.w_out, args.w_out_block_scales, s.dtype, s.layout.out_transposed);
       return;
     }
     const bool power_of_two = uses_power_of_two_scales(args);

@@ -33,7 +33,8 @@ struct GroupedMatmulCombine {
         rows(workspace, s.R, s.E, true, is_early()),
         operands(workspace, args, s),
         adapter(workspace, args, s, s.rows_dtype),
-        products(workspace, threads, s.R, std::max({s.D, s.N, s.rank}), std::min(std::max(s.N, s.rank), kTileColumns)),
+        products(workspace, threads, s.R, std::max({s.D, s.N, s.rank}), std::min(std::max(s.N, s.rank), kTileColumns),
+                 packed_block_bytes(args.w, args.transpose_w != 0, s.N, s.D)),
         y{workspace.take_rows(s.R, s.N, s.rows_dtype), s.rows_dtype, 2, {s.R, s.N}, nullptr},
         for_sum(*exec) {}
 
@@ -92,7 +93,7 @@ ab_status ab_grouped_matmul_combine(const ab_grouped_matmul_combine_args* args, 
   CombinedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
   GroupedMatmulCombine op(*args, s, exec, exec);
-  AB_RETURN_IF_ERROR(Products::check(op.operands.x().dtype, op.operands.w().dtype));
+  AB_RETURN_IF_ERROR(Products::check(op.operands.x().dtype, op.operands.w().value_dtype()));
   if (s.rank > 0) AB_RETURN_IF_ERROR(Products::check(s.rows_dtype, s.rows_dtype));
   AB_RETURN_IF_ERROR(op.take_workspace_of_sum());
   AB_RETURN_IF_ERROR(check_workspace(exec, op.workspace.size()));

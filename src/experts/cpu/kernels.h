@@ -16,6 +16,14 @@ struct BlockScales {
   int64_t block_rows = 1;
 };
 
+// What a submatrix of packed weights needs besides the data of the whole matrix: blocks may be cut.
+struct PackedBlocks {
+  const void* scales = nullptr;  // of the matrix: one byte per 32 elements of MXFP4, one float per FP8 block
+  int64_t row = 0;               // where the submatrix begins
+  int64_t column = 0;
+  int32_t dtype = 0;  // the values are rounded to it; 0: the matrix is not packed
+};
+
 // Rows of a stored matrix; a tile uses their first columns. Row i is row rows[i], or zeros if rows[i] is negative. rows
 // == nullptr: row i itself.
 struct Matrix {
@@ -24,6 +32,10 @@ struct Matrix {
   int64_t stride;  // elements from one row to the next
   const int32_t* rows;
   BlockScales scales = {};
+  PackedBlocks packed = {};
+
+  bool is_packed() const { return packed.dtype != 0; }
+  int32_t value_dtype() const { return is_packed() ? packed.dtype : dtype; }
 };
 
 // Destination of e4m3 rows with one scale per 128 columns. data nullptr: none.

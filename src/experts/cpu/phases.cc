@@ -5,6 +5,7 @@
 
 #include "core/dtype.h"
 #include "core/threads.h"
+#include "experts/packed_value.h"
 
 namespace anabranch {
 
@@ -51,8 +52,16 @@ ExpertMatrices matrices_of(const ab_tensor* tensor, bool transposed) {
 }
 
 Matrix ExpertMatrices::expert_matrix(int64_t e, int64_t N, int64_t D) const {
-  Matrix m{data, dtype, transposed ? D : N, nullptr, scales};
+  Matrix m{data, dtype, transposed ? D : N, nullptr, scales, packed};
   if (shared) return m;
+  if (packed.scales != nullptr) {
+    const bool fp4 = dtype == AB_FLOAT4_E2M1X2;
+    const int64_t bytes =
+        fp4 ? e * N * D / kMxBlock : e * (N / kScaleBlock) * (D / kScaleBlock) * dtype_size(AB_FLOAT32);
+    m.packed.scales = static_cast<const char*>(packed.scales) + bytes;
+    m.data = static_cast<char*>(data) + (fp4 ? e * N * D / 2 : e * N * D);
+    return m;
+  }
   if (data != nullptr) m.data = static_cast<char*>(data) + e * N * D * dtype_size(dtype);
   if (scales.data != nullptr) m.scales.data += e * (N / kScaleBlock) * (D / kScaleBlock);
   return m;

@@ -37,13 +37,15 @@ struct ExpertMatrices {
   void* data;
   int32_t dtype;
   bool transposed;
-  BlockScales scales = {};  // of the first expert; e4m3 only
-  bool shared = false;      // a single matrix for all experts
+  BlockScales scales = {};   // of the first expert; e4m3 only
+  bool shared = false;       // a single matrix for all experts
+  PackedBlocks packed = {};  // of the first expert
 
   Matrix expert_matrix(int64_t e, int64_t N, int64_t D) const;
+  int32_t value_dtype() const { return packed.dtype != 0 ? packed.dtype : dtype; }
 
-  // Granularity of column parts.
-  int64_t column_step() const { return dtype == AB_FLOAT8_E4M3 ? kScaleBlock : 64; }
+  // Granularity of column parts. It is that of plain weights for packed ones, so that both have the same sums.
+  int64_t column_step() const { return dtype == AB_FLOAT8_E4M3 && packed.dtype == 0 ? kScaleBlock : 64; }
 };
 ExpertMatrices matrices_of(const ab_tensor* tensor, bool transposed);
 

@@ -6,6 +6,8 @@
 #include "experts/block_scale.h"
 #include "experts/cpu/gemm.h"
 #include "experts/cpu/groups.h"
+#include "experts/cpu/packed.h"
+#include "experts/packed_check.h"
 
 namespace anabranch {
 namespace {
@@ -16,7 +18,10 @@ constexpr int64_t kFloat = sizeof(float);
 static_assert(kTileRows % kRowPadding == 0 && kTileDepth % kRowPadding == 0,
               "full tiles and depths must need no padding rows");
 
-bool is_ready(const Matrix& m, bool bf16) { return m.rows == nullptr && m.dtype == (bf16 ? AB_BFLOAT16 : AB_FLOAT32); }
+// Whether a GEMM can read a matrix in place; for a packed one, whether it could read the values in its place.
+bool is_ready(const Matrix& m, bool bf16) {
+  return m.rows == nullptr && m.value_dtype() == (bf16 ? AB_BFLOAT16 : AB_FLOAT32);
+}
 
 // oneDNN walks down the columns of op(B). Rows that are whole pages apart fall into the same cache sets; copying the
 // block first is faster.
@@ -24,9 +29,16 @@ bool aliases(const Matrix& b, bool transposed) { return !transposed && b.stride 
 
 // Whether both operands are multiplied in bfloat16, in blocks of kBf16Depth terms.
 bool as_bf16(const Matrix& a, const Matrix& b) {
-  return a.dtype == AB_BFLOAT16 && b.dtype == AB_BFLOAT16 && bf16_products() == Bf16Products::native;
+  return a.value_dtype() == AB_BFLOAT16 && b.value_dtype() == AB_BFLOAT16 && bf16_products() == Bf16Products::native;
 }
 constexpr int64_t kBf16Depth = 2 * kTileDepth;
+
+// oneDNN chooses kernels by divisors of the distance between rows, up to this one.
+constexpr int64_t kStrideDivisor = 1024;
+
+// The distance between rows of an unpacked block, for rows that are `stride` elements apart in the matrix: oneDNN
+// treats both alike, so results have the same bits as with the whole matrix unpacked.
+int64_t unpacked_stride(int64_t columns, int64_t stride) { return columns + (stride - columns) % kStrideDivisor; }
 
 // Bytes of a float32 block, with padding rows. Twice as many bfloat16 terms fit. Blocks begin at cache lines.
 int64_t block_bytes(int64_t rows, int64_t columns) {
@@ -63,6 +75,11 @@ Matrix quantized_matrix(const ab_tensor* tensor, const ab_tensor* scales, int64_
 Matrix at(const Matrix& m, int64_t row, int64_t column) {
   if (m.data == nullptr) return m;
   Matrix from = m;
+  if (m.is_packed()) {
+    from.packed.row += row;
+    from.packed.column += column;
+    return from;
+  }
   const int64_t skipped = m.rows == nullptr ? row : 0;
   from.data = static_cast<char*>(m.data) + (skipped * m.stride + column) * dtype_size(m.dtype);
   if (m.rows != nullptr) from.rows += row;
@@ -73,12 +90,21 @@ Matrix at(const Matrix& m, int64_t row, int64_t column) {
   return from;
 }
 
+int64_t packed_block_bytes(const ab_tensor* weights, bool transposed, int64_t n, int64_t k) {
+  if (!is_packed(weights)) return 0;
+  // Float32 values are multiplied in blocks of all k terms.
+  const int64_t columns = std::min(n, kTileColumns);
+  return transposed ? block_bytes(columns, k) : block_bytes(k, std::min(n, columns + kStrideDivisor));
+}
+
 // Blocks are as small as the operands allow: large workspaces cost page faults in every call of a small layer.
-Products::Products(Workspace& workspace, int threads, int64_t rows, int64_t max_width, int64_t tile_columns)
+Products::Products(Workspace& workspace, int threads, int64_t rows, int64_t max_width, int64_t tile_columns,
+                   int64_t packed_bytes)
     : kernels_(AB_SELECT_ISA(kExperts)),
       a_bytes_(std::max(block_bytes(std::min(rows, kTileRows), std::min(max_width, kTileDepth)),
                         block_bytes(std::min(rows, kTileDepth), std::min(max_width, kTileRows)))),
-      b_bytes_(block_bytes(std::min(std::max(rows, max_width), kTileDepth), std::min(max_width, kTileColumns))),
+      b_bytes_(std::max(block_bytes(std::min(std::max(rows, max_width), kTileDepth), std::min(max_width, kTileColumns)),
+                        packed_bytes)),
       c_bytes_(block_bytes(std::min(std::max(rows, max_width), kTileRows), tile_columns)),
       memory_(workspace.take<char>(threads * (a_bytes_ + b_bytes_ + c_bytes_))) {}
 
@@ -88,6 +114,7 @@ float* Products::tile(int thread) const {
 
 Matrix Products::prepare(const Matrix& m, bool bf16, int64_t rows, int64_t padded_rows, int64_t columns, char* to,
                          bool copy) const {
+  if (m.is_packed()) return unpack(m, bf16, rows, padded_rows, columns, to, copy);
   if (is_ready(m, bf16) && rows == padded_rows && !copy) return m;
   if (bf16) {
     copy_rows(m, rows, padded_rows, columns, to);
@@ -95,6 +122,16 @@ Matrix Products::prepare(const Matrix& m, bool bf16, int64_t rows, int64_t padde
     kernels_.load(m, rows, padded_rows, columns, reinterpret_cast<float*>(to));
   }
   return {to, bf16 ? AB_BFLOAT16 : AB_FLOAT32, columns, nullptr};
+}
+
+// As prepare(): a block that is not copied from plain weights has a stride like theirs.
+Matrix Products::unpack(const Matrix& m, bool bf16, int64_t rows, int64_t padded_rows, int64_t columns, char* to,
+                        bool copy) const {
+  const bool in_place = is_ready(m, bf16) && rows == padded_rows && !copy;
+  const int64_t stride = in_place ? unpacked_stride(columns, m.stride) : columns;
+  const int32_t dtype = bf16 ? AB_BFLOAT16 : AB_FLOAT32;
+  AB_SELECT_ISA(kPacked).unpack(m, rows, padded_rows, columns, dtype, to, stride);
+  return {to, dtype, stride, nullptr};
 }
 
 void Products::multiply(int thread, const Matrix& a, bool transpose_a, std::span<const RightHandSide> right_hand_sides,

@@ -31,12 +31,18 @@ struct RightHandSide {
   bool adds = false;  // add to C, which must be float32 then
 };
 
+// Bytes per thread for a block of packed weights that a GEMM reads as op(B) [k, n] in tiles of columns. transposed: B
+// is stored as [n, k].
+int64_t packed_block_bytes(const ab_tensor* weights, bool transposed, int64_t n, int64_t k);
+
 class Products {
  public:
   // Takes per-thread memory from the workspace: for blocks of op(A) with at most kTileRows rows, for blocks of op(B)
   // with at most kTileColumns columns, and for a tile of results. `rows` bounds the rows of a tile that is no weight
   // gradient, and the terms of a weight gradient. `max_width` bounds all other dimensions.
-  Products(Workspace& workspace, int threads, int64_t rows, int64_t max_width, int64_t tile_columns);
+  // packed_bytes: for blocks of packed operands B, see packed_block_bytes().
+  Products(Workspace& workspace, int threads, int64_t rows, int64_t max_width, int64_t tile_columns,
+           int64_t packed_bytes = 0);
 
   const ExpertKernels& kernels() const { return kernels_; }
 
@@ -60,6 +66,8 @@ class Products {
  private:
   Matrix prepare(const Matrix& m, bool bf16, int64_t rows, int64_t padded_rows, int64_t columns, char* to,
                  bool copy) const;
+  Matrix unpack(const Matrix& m, bool bf16, int64_t rows, int64_t padded_rows, int64_t columns, char* to,
+                bool copy) const;
 
   const ExpertKernels& kernels_;
   int64_t a_bytes_;

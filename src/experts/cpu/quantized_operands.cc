@@ -1,6 +1,17 @@
 #include "experts/cpu/quantized_operands.h"
 
+#include "experts/cpu/packed.h"
+
 namespace anabranch {
+namespace {
+
+int64_t num_elements(const ab_tensor& tensor) {
+  int64_t count = 1;
+  for (int32_t axis = 0; axis < tensor.rank; ++axis) count *= tensor.shape[axis];
+  return count;
+}
+
+}  // namespace
 
 Matrix take_quantized_rows(Workspace& workspace, bool needed, int64_t rows, int64_t columns) {
   const int64_t blocks = columns / kScaleBlock;
@@ -26,7 +37,23 @@ WeightOperand::WeightOperand(Workspace& workspace, const ab_tensor* w, const ab_
   }
 }
 
+WeightOperand::WeightOperand(Workspace& workspace, const ab_tensor* w, const ab_tensor* block_scales, int32_t dtype,
+                             bool transposed)
+    : matrices_(matrices_of(w, transposed)) {
+  if (block_scales == nullptr) return;
+  const void* scales = data<const void>(block_scales);
+  if (w->dtype == AB_FLOAT8_E4M3 && block_scales->dtype != AB_FLOAT32) {
+    scales_to_load_ = block_scales;
+    scales = workspace.take<float>(num_elements(*block_scales));
+  }
+  matrices_.packed = {scales, 0, 0, dtype};
+}
+
 void WeightOperand::fill(int threads) const {
+  if (scales_to_load_ != nullptr) {
+    AB_SELECT_ISA(kPacked).load_scales(scales_to_load_->dtype, scales_to_load_->data, num_elements(*scales_to_load_),
+                                       static_cast<float*>(const_cast<void*>(matrices_.packed.scales)));
+  }
   if (is_pending_) quantize_weights(threads, pending_);
 }
 

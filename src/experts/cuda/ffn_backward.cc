@@ -14,6 +14,7 @@
 #include "experts/cuda/fp8_operands.h"
 #include "experts/cuda/lora_backward.h"
 #include "experts/cuda/ops/workspace_sizes.h"
+#include "experts/cuda/packed.h"
 #include "experts/cuda/path.h"
 #include "experts/cuda/phases.h"
 #include "experts/cuda/slot_gradient.h"
@@ -38,7 +39,10 @@ struct Backward {
   LoraBackward lora;
   int32_t* bounds;  // [E, 2], of the rows that arrive first
   ArrivingTokens arriving;
-  void* scratch;  // shared by consecutive steps
+  MaybePacked plain_w_in;
+  MaybePacked plain_w_out;
+  void* unpacked;  // shared by both
+  void* scratch;   // shared by consecutive steps
 
   Backward(const ab_expert_ffn_backward_args& arguments, const FfnSizes& sizes, const ab_exec* memory)
       : args(arguments),
@@ -51,7 +55,11 @@ struct Backward {
                          : Floats(args.d_out)),
         fp8(is_fp8(args)),
         lora(workspace, args, s),
-        bounds(workspace.take<int32_t>(args.arriving == nullptr ? 0 : 2 * s.E)) {
+        bounds(workspace.take<int32_t>(args.arriving == nullptr ? 0 : 2 * s.E)),
+        plain_w_in(args.w_in, args.w_in_block_scales, s.E, s.P * s.F, s.D, s.dtype),
+        plain_w_out(args.w_out, args.w_out_block_scales, s.E, s.D, s.F, s.dtype),
+        unpacked(workspace.take_bytes(std::max(args.dx_rows == nullptr ? 0 : plain_w_in.scratch_bytes(),
+                                               args.h == nullptr ? 0 : plain_w_out.scratch_bytes()))) {
     if (fp8) take_fp8();
     scratch = workspace.take_bytes(scratch_bytes());
   }
@@ -78,6 +86,24 @@ struct Backward {
     }
     AB_RETURN_IF_ERROR(w_out.fill(stream));
     return compute_intermediate_gradient(intermediate_gradient_fp8(), device, stream);
+  }
+
+  ab_status compute_intermediate(const Device& device, cudaStream_t stream) const {
+    return plain_w_out.for_ranges(unpacked, group_sizes(), device, stream, [&](auto range, void* w) {
+      IntermediateGradient op = intermediate_gradient();
+      op.range = range;
+      op.w_out = Floats(w, s.dtype);
+      return compute_intermediate_gradient(op, device, stream);
+    });
+  }
+
+  ab_status compute_inputs(const Device& device, cudaStream_t stream) const {
+    return plain_w_in.for_ranges(unpacked, group_sizes(), device, stream, [&](auto range, const void* w) {
+      RowsProduct op = inputs();
+      op.range = range;
+      op.w = w;
+      return compute_rows_product(op, device, stream);
+    });
   }
 
   Fp8IntermediateGradient intermediate_gradient_fp8() const {
@@ -123,7 +149,7 @@ struct Backward {
     gradient.precision = precision_of(args);
     gradient.skips_rest = args.skip_rest != 0;
     gradient.d_y = d_out;
-    gradient.w_out = Floats(args.w_out);
+    gradient.w_out = args.w_out_block_scales != nullptr ? Floats(unpacked, s.dtype) : Floats(args.w_out);
     gradient.weights = Floats(args.weights);
     gradient.h = Floats(args.h);
     gradient.dh = dh;
@@ -232,18 +258,19 @@ struct Backward {
     return {.map = map, .d_out = d_out, .weighted_a = weighted_a, .dh = dh, .scratch = scratch};
   }
 
-  ab_status compute_intermediate(bool arrives, const Device& device, cudaStream_t stream) const {
+  // On the d_out that is arriving.
+  ab_status compute_arriving_intermediate(const Device& device, cudaStream_t stream) const {
     const auto compute = [&](const IntermediateGradient& gradient) {
       return compute_intermediate_gradient(gradient, device, stream);
     };
-    if (!arrives) return compute(intermediate_gradient());
     return compute_when_arrived(intermediate_gradient(), arriving, pays_to_split(arriving, 0), bounds, device, stream,
                                 compute);
   }
 
   ab_status run(const Device& device, cudaStream_t stream) const {
     const int multiprocessors = device.multiprocessors;
-    const bool arrives_first = fp8 || converts() || s.rank_in + s.rank_out > 0 || args.h == nullptr;
+    const bool arrives_first =
+        fp8 || converts() || s.rank_in + s.rank_out > 0 || args.h == nullptr || args.w_out_block_scales != nullptr;
     if (arriving && arrives_first) AB_RETURN_IF_ERROR(arriving.await_all(stream));
     if (converts()) {
       AB_RETURN_IF_ERROR(convert(Floats(args.d_out), d_out, args.d_out->shape[0] * s.D, multiprocessors, stream));
@@ -251,8 +278,9 @@ struct Backward {
     AB_RETURN_IF_ERROR(lora.fill(device, stream));
     AB_RETURN_IF_ERROR(lora.compute_v_out(rows(), device, stream));
     if (args.h != nullptr) {
-      AB_RETURN_IF_ERROR(fp8 ? compute_intermediate_fp8(device, stream)
-                             : compute_intermediate(arriving && !arrives_first, device, stream));
+      AB_RETURN_IF_ERROR(fp8                          ? compute_intermediate_fp8(device, stream)
+                         : arriving && !arrives_first ? compute_arriving_intermediate(device, stream)
+                                                      : compute_intermediate(device, stream));
     }
     if (args.d_weights != nullptr) AB_RETURN_IF_ERROR(compute_slot_gradient(slots(device), multiprocessors, stream));
     if (args.d_w_out != nullptr) AB_RETURN_IF_ERROR(compute_weight_gradient(out_weights(), scratch, device, stream));
@@ -265,7 +293,7 @@ struct Backward {
     }
     AB_RETURN_IF_ERROR(lora.compute_v_in_and_gradients(rows(), device, stream));
     if (args.dx_rows == nullptr) return ok();
-    return fp8 ? compute_inputs_fp8(device, stream) : compute_rows_product(inputs(), device, stream);
+    return fp8 ? compute_inputs_fp8(device, stream) : compute_inputs(device, stream);
   }
 };
 

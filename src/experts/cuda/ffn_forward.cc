@@ -1,5 +1,7 @@
 // ab_cuda_expert_ffn_forward: the up GEMM, then the down GEMM if y is requested.
 
+#include <algorithm>
+
 #include "anabranch/cuda.h"
 #include "core/cuda/launch.h"
 #include "core/entry.h"
@@ -9,6 +11,7 @@
 #include "experts/cuda/arriving_rows.h"
 #include "experts/cuda/fp8_operands.h"
 #include "experts/cuda/lora.h"
+#include "experts/cuda/packed.h"
 #include "experts/cuda/path.h"
 #include "experts/cuda/phases.h"
 #include "experts/few_rows/products.h"
@@ -41,6 +44,9 @@ struct Forward {
   LowRankTerm lora_out;
   int32_t* bounds;  // [E, 2], of the rows that arrive first
   ArrivingTokens arriving;
+  MaybePacked plain_w_in;
+  MaybePacked plain_w_out;
+  void* unpacked;  // shared by both
 
   Forward(const ab_expert_ffn_forward_args& arguments, const FfnSizes& sizes, const ab_exec* memory)
       : args(arguments),
@@ -59,7 +65,10 @@ struct Forward {
         lora_z(take_low_rank_rows(workspace, args.lora_z, s.rank_out > 0, s.R, s.rank_out, s.dtype)),
         lora_in(workspace, lora_u, lora_b_in, {s.R, s.E}, s.P * s.F, s.rank_in, s.dtype, fp8),
         lora_out(workspace, lora_z, lora_b_out, {s.R, s.E}, s.D, args.y == nullptr ? 0 : s.rank_out, s.dtype, fp8),
-        bounds(workspace.take<int32_t>(args.arriving == nullptr ? 0 : 2 * s.E)) {
+        bounds(workspace.take<int32_t>(args.arriving == nullptr ? 0 : 2 * s.E)),
+        plain_w_in(args.w_in, args.w_in_block_scales, s.E, s.P * s.F, s.D, s.dtype),
+        plain_w_out(args.w_out, args.w_out_block_scales, s.E, s.D, s.F, s.dtype),
+        unpacked(workspace.take_bytes(std::max(plain_w_in.scratch_bytes(), plain_w_out.scratch_bytes()))) {
     if (fp8) take_fp8();
   }
 
@@ -100,19 +109,30 @@ struct Forward {
     AB_RETURN_IF_ERROR(fill_factors(device, stream));
     AB_RETURN_IF_ERROR(compute_up_of_rows(device, stream));
     AB_RETURN_IF_ERROR(compute_z(device, stream));
-    return args.y == nullptr ? ok() : compute_rows_product(down(), device, stream);
+    if (args.y == nullptr) return ok();
+    return plain_w_out.for_ranges(unpacked, group_sizes(), device, stream, [&](auto range, const void* w) {
+      RowsProduct op = down();
+      op.range = range;
+      op.w = w;
+      return compute_rows_product(op, device, stream);
+    });
   }
 
   // u and the up GEMM.
   ab_status compute_up_of_rows(const Device& device, cudaStream_t stream) const {
     const auto compute = [&](const Up& up) { return compute_up(up, device, stream); };
-    if (arriving && s.rank_in == 0) {
+    if (arriving && s.rank_in == 0 && args.w_in_block_scales == nullptr) {
       const bool splits = pays_to_split(arriving, kHiddenBytes) && !few_rows::supports(up());
       return compute_when_arrived(up(), arriving, splits, bounds, device, stream, compute);
     }
     if (arriving) AB_RETURN_IF_ERROR(arriving.await_all(stream));
     AB_RETURN_IF_ERROR(compute_u(device, stream));
-    return compute(up());
+    return plain_w_in.for_ranges(unpacked, group_sizes(), device, stream, [&](auto range, void* w) {
+      Up op = up();
+      op.range = range;
+      op.w_in = Floats(w, s.dtype);
+      return compute(op);
+    });
   }
 
   ab_status fill_factors(const Device& device, cudaStream_t stream) const {

@@ -14,6 +14,7 @@
 #include "experts/cuda/fp8_product.h"
 #include "experts/cuda/lora.h"
 #include "experts/cuda/ops/workspace_sizes.h"
+#include "experts/cuda/packed.h"
 #include "experts/cuda/path.h"
 #include "experts/cuda/phases.h"
 
@@ -32,13 +33,13 @@ Rows window(const ab_tensor* tensor, int64_t first) {
   return rows;
 }
 
-// The GEMM of columns first ... first + columns - 1, into the buffer.
-RowsProduct gemm_of(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s, int64_t first, int64_t columns,
-                    void* buffer) {
+// The GEMM of columns first ... first + columns - 1 of w, into the buffer.
+RowsProduct gemm_of(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s, const void* w, int64_t first,
+                    int64_t columns, void* buffer) {
   const bool transposed = args.transpose_w != 0;
   const int32_t dtype = s.rows_dtype;
   RowsProduct rows{.x = args.x->data,
-                   .w = from(data<const void>(args.w), transposed ? first * s.D : first, dtype),
+                   .w = from(w, transposed ? first * s.D : first, dtype),
                    .transposed = transposed,
                    .group_sizes = data<const int32_t>(args.group_sizes),
                    .y = buffer,
@@ -82,6 +83,11 @@ int64_t chunk_of(const ab_grouped_matmul_combine_args& args, const CombinedSizes
   return combined_columns(s.R, s.E, s.N, s.D, args.backward != 0, is_fp8(args));
 }
 
+MaybePacked weights_in(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s) {
+  const bool transposed = args.transpose_w != 0;
+  return {args.w, args.w_block_scales, s.E, transposed ? s.N : s.D, transposed ? s.D : s.N, s.rows_dtype};
+}
+
 size_t buffer_bytes(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s) {
   return rows_bytes(s.R, chunk_of(args, s), s.rows_dtype);
 }
@@ -92,15 +98,21 @@ size_t buffer_bytes(const ab_grouped_matmul_combine_args& args, const CombinedSi
 // finished. This is safe: each kernel waits for the completion of the previous one before its first memory access.
 ab_status multiply_and_combine(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s, int64_t columns,
                                void* buffer, const Device& device, cudaStream_t stream, const LowRank& adapter,
-                               const Fp8Product<ab_grouped_matmul_combine_args>* fp8, const ReturningSums* returning) {
+                               const Fp8Product<ab_grouped_matmul_combine_args>* fp8, void* unpacked,
+                               const ReturningSums* returning) {
+  const MaybePacked weights = weights_in(args, s);
   for (int64_t first = 0; first < s.N; first += columns) {
     const int64_t count = std::min(columns, s.N - first);
-    RowsProduct rows = gemm_of(args, s, first, count, buffer);
-    rows.low_rank = adapter;
-    const bool k_major = rows.transposed || fp8 != nullptr;
-    rows.low_rank.b = from(adapter.b, k_major ? first * adapter.rank : first, rows.dtype);
-    AB_RETURN_IF_ERROR(fp8 == nullptr ? compute_rows_product(rows, device, stream)
-                                      : compute_rows_product(fp8->gemm(rows, first), device, stream));
+    const auto multiply = [&](const ExpertRange& range, const void* w) {
+      RowsProduct rows = gemm_of(args, s, w, first, count, buffer);
+      rows.range = range;
+      rows.low_rank = adapter;
+      const bool k_major = rows.transposed || fp8 != nullptr;
+      rows.low_rank.b = from(adapter.b, k_major ? first * adapter.rank : first, rows.dtype);
+      return fp8 == nullptr ? compute_rows_product(rows, device, stream)
+                            : compute_rows_product(fp8->gemm(rows, first), device, stream);
+    };
+    AB_RETURN_IF_ERROR(weights.for_ranges(unpacked, data<const int32_t>(args.group_sizes), device, stream, multiply));
     GatherSum sum = sum_of(args, s, first, count, buffer);
     if (returning != nullptr) {
       const ab_tensor chunk{returning->sums + returning->chunk(first), sum.out.dtype, 2, {s.T, count}, nullptr};
@@ -126,6 +138,7 @@ ab_status ab_cuda_grouped_matmul_combine_workspace(const ab_grouped_matmul_combi
   cuda::Fp8Product fp8(*args, s, nullptr);
   const cuda::ProductAdapter adapter(fp8.workspace, *args, s, s.rows_dtype);
   fp8.workspace.take_bytes(cuda::buffer_bytes(*args, s));
+  fp8.workspace.take_bytes(cuda::weights_in(*args, s).scratch_bytes());
   return report_workspace(fp8.workspace.size(), bytes);
 }
 
@@ -136,15 +149,16 @@ ab_status ab_cuda_grouped_matmul_combine(const ab_grouped_matmul_combine_args* a
   cuda::Fp8Product fp8(*args, s, exec);
   const cuda::ProductAdapter adapter(fp8.workspace, *args, s, s.rows_dtype);
   void* buffer = fp8.workspace.take_bytes(cuda::buffer_bytes(*args, s));
+  void* unpacked = fp8.workspace.take_bytes(cuda::weights_in(*args, s).scratch_bytes());
   AB_RETURN_IF_ERROR(check_workspace(exec, fp8.workspace.size()));
   cuda::Device device;
   AB_RETURN_IF_ERROR(cuda::find_device_of_experts("grouped_matmul_combine", &device));
   const cudaStream_t stream = cuda::stream_of(exec);
   if (fp8.enabled) AB_RETURN_IF_ERROR(fp8.fill(stream));
-  AB_RETURN_IF_ERROR(adapter.compute(cuda::gemm_of(*args, s, 0, s.N, nullptr), device, stream));
+  AB_RETURN_IF_ERROR(adapter.compute(cuda::gemm_of(*args, s, nullptr, 0, s.N, nullptr), device, stream));
   const auto run = [&](const cuda::ReturningSums* returning) {
     return cuda::multiply_and_combine(*args, s, cuda::chunk_of(*args, s), buffer, device, stream, adapter.low_rank(),
-                                      fp8.enabled ? &fp8 : nullptr, returning);
+                                      fp8.enabled ? &fp8 : nullptr, unpacked, returning);
   };
   if (args->returning == nullptr) return run(nullptr);
   cuda::ReturningSums returning;

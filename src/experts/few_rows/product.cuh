@@ -81,6 +81,7 @@ __device__ __forceinline__ int32_t list_rows(const Product& p, UnitRows* list) {
   const auto threads = static_cast<int32_t>(blockDim.x);
   const int32_t R = p.groups.R;
   const auto units_of = [](int64_t rows) { return (rows + kRows - 1) / kRows; };
+  const auto is_listed = [&](int32_t group) { return group >= p.groups.first && group <= p.groups.last; };
   int32_t end_of_all = 0;
   int32_t count = 0;
 #pragma unroll 1
@@ -89,22 +90,22 @@ __device__ __forceinline__ int32_t list_rows(const Product& p, UnitRows* list) {
     const int64_t size = group < p.groups.E ? min(max(p.groups.sizes[group], 0), R) : 0;
     // Sum rows (low half) and units (high half) at once. Group sizes that exceed R need a second sum.
     int64_t total;
-    const int64_t before = sum_before(size | units_of(size) << 32, &total);
+    const int64_t before = sum_before(size | (is_listed(group) ? units_of(size) : 0) << 32, &total);
     const auto begin = static_cast<int32_t>(min(end_of_all + (before & 0xffffffff), int64_t{R}));
     const auto end = static_cast<int32_t>(min(begin + size, int64_t{R}));
     int32_t place = count + static_cast<int32_t>(before >> 32);
     auto units = static_cast<int32_t>(total >> 32);
     if (end_of_all + (total & 0xffffffff) > R) {
-      place = count + sum_before(static_cast<int32_t>(units_of(end - begin)), &units);
+      place = count + sum_before(is_listed(group) ? static_cast<int32_t>(units_of(end - begin)) : 0, &units);
     }
     end_of_all = static_cast<int32_t>(min(end_of_all + (total & 0xffffffff), int64_t{R}));
     count += units;
 #pragma unroll 1
-    for (int32_t i = 0; begin + i * kRows < end; ++i) {
+    for (int32_t i = 0; is_listed(group) && begin + i * kRows < end; ++i) {
       list[place + i] = {group, begin + i * kRows, min(begin + (i + 1) * kRows, end)};
     }
   }
-  if (!p.skips_rest) {
+  if (!p.skips_rest && is_listed(p.groups.E)) {
 #pragma unroll 1
     for (int32_t i = static_cast<int32_t>(threadIdx.x); end_of_all + i * kRows < R; i += threads) {
       list[count + i] = {kNoExpert, end_of_all + i * kRows, min(end_of_all + (i + 1) * kRows, R)};

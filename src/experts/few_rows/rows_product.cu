@@ -33,7 +33,7 @@ ab_status launch_gemm(const RowsProduct& p, int multiprocessors, cudaStream_t st
                   .k = static_cast<int32_t>(p.D)};
   product.low_rank = operands_of(p.low_rank, p.stored_columns());
   product.map = p.map;
-  product.groups = groups_of(p.group_sizes, p.E, p.R);
+  product.groups = groups_of(p.group_sizes, p.E, p.R, p.range);
   product.columns.columns = static_cast<int32_t>(p.N);
   product.skips_rest = p.skips_rest;
   return launch_product("grouped GEMM", p.dtype, product, WriteRows{p}, multiprocessors, stream);

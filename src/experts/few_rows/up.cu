@@ -42,7 +42,7 @@ ab_status launch_gemm(const Up& up, int multiprocessors, cudaStream_t stream) {
                   .k = static_cast<int32_t>(s.D)};
   product.low_rank = operands_of(up.low_rank, s.P * s.F);
   product.map = up.map;
-  product.groups = groups_of(up.group_sizes, s.E, s.R);
+  product.groups = groups_of(up.group_sizes, s.E, s.R, up.range);
   product.columns = {static_cast<int32_t>(s.F), s.P == 2, s.P == 2 && s.layout.interleaved, static_cast<int32_t>(s.F)};
   product.skips_rest = up.skips_rest;
   return launch_product("up GEMM", up.x.dtype, product, WriteUp{up}, multiprocessors, stream);

@@ -61,7 +61,7 @@ ab_status launch_intermediate_gradient(const IntermediateGradient& g, int multip
         }));
   }
   prepare_epilogue(g, &product.epilogue);
-  product.tiles = {groups_of(g.group_sizes, s.E, s.R), static_cast<int32_t>(s.D),
+  product.tiles = {groups_of(g.group_sizes, s.E, s.R, g.range), static_cast<int32_t>(s.D),
                    static_cast<int32_t>(ceil_div(s.F, Shape::kColumns)), g.skips_rest};
   if constexpr (std::is_same_v<Tiles, PartOfRowTiles>) product.tiles.part = g.part;
   const int64_t tiles = max_group_row_tiles(s.R, s.E, Shape::kRows) * product.tiles.column_tiles;

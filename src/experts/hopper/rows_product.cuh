@@ -60,7 +60,7 @@ ab_status prepare_rows_product(const RowsProduct& p,
                                          p.stored_columns()));
   }
   AB_RETURN_IF_ERROR(prepare_epilogue(p, &product->epilogue));
-  product->tiles = {groups_of(p.group_sizes, p.E, p.R), static_cast<int32_t>(p.D),
+  product->tiles = {groups_of(p.group_sizes, p.E, p.R, p.range), static_cast<int32_t>(p.D),
                     static_cast<int32_t>(ceil_div(p.N, Shape::kColumns)), p.skips_rest};
   return ok();
 }

@@ -91,7 +91,7 @@ ab_status launch_up(const Up& up, int multiprocessors, cudaStream_t stream) {
   out.columns = static_cast<int32_t>(s.F);
   out.activation = up.activation;
   out.writes_h = up.h.data != nullptr;
-  product.tiles = {groups_of(up.group_sizes, s.E, s.R), static_cast<int32_t>(s.D),
+  product.tiles = {groups_of(up.group_sizes, s.E, s.R, up.range), static_cast<int32_t>(s.D),
                    static_cast<int32_t>(ceil_div(s.F, kWidth)), up.skips_rest};
   if constexpr (std::is_same_v<Tiles, PartOfRowTiles>) product.tiles.part = up.part;
   const int64_t tiles = max_group_row_tiles(s.R, s.E, Shape::kRows) * product.tiles.column_tiles;

@@ -28,8 +28,8 @@ ab_status launch_intermediate_gradient(const IntermediateGradient& g, int multip
   out.layout = IntermediateRowLayout(s);
   out.R = static_cast<int32_t>(s.R);
   out.aligned = are_aligned(out.h, s.F) && are_aligned(out.dh, s.F) && are_aligned(out.weighted_a, s.F);
-  return launch_over_rows("intermediate gradient", product, groups_of(g.group_sizes, s.E, s.R), g.map, s.D, s.F,
-                          kTileColumns, g.skips_rest, multiprocessors, stream);
+  return launch_over_rows("intermediate gradient", product, groups_of(g.group_sizes, s.E, s.R, g.range), g.map, s.D,
+                          s.F, kTileColumns, g.skips_rest, multiprocessors, stream);
 }
 
 // W_out [E, F, D] is operand B, transposed: its rows have D elements.

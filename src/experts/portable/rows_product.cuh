@@ -27,8 +27,8 @@ ab_status launch_rows_product(const RowsProduct& p, int multiprocessors, cudaStr
   out.y_aligned = are_aligned(out.y, p.N);
   out.bias_aligned = are_aligned(out.bias, stored);
   out.columns = static_cast<int32_t>(p.N);
-  return launch_over_rows("grouped GEMM", product, groups_of(p.group_sizes, p.E, p.R), p.map, p.D, p.N, kTileColumns,
-                          p.skips_rest, multiprocessors, stream);
+  return launch_over_rows("grouped GEMM", product, groups_of(p.group_sizes, p.E, p.R, p.range), p.map, p.D, p.N,
+                          kTileColumns, p.skips_rest, multiprocessors, stream);
 }
 
 template <int32_t kDtype, Precision kPrecision, TileChoice kTile, bool kHasAdapter>

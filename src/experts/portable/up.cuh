@@ -31,7 +31,7 @@ ab_status launch_up(const Up& up, int multiprocessors, cudaStream_t stream) {
   out.activation = up.activation;
   out.layout = layout;
   out.aligned = are_aligned(out.a, s.F) && are_aligned(out.h, s.F) && are_aligned(out.bias, s.F);
-  return launch_over_rows("up GEMM", product, groups_of(up.group_sizes, s.E, s.R), up.map, s.D, s.F,
+  return launch_over_rows("up GEMM", product, groups_of(up.group_sizes, s.E, s.R, up.range), up.map, s.D, s.F,
                           kTileColumns / static_cast<int>(s.P), up.skips_rest, multiprocessors, stream);
 }
 

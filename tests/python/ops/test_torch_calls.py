@@ -194,6 +194,7 @@ def samples():
         yield torch_ops.experts_inputs, (*inputs, *dtypes, requested, *options)
     yield from samples_with_copies(row_of_slot, slot_of_row, group_sizes, weights)
     yield from samples_with_fp8(row_of_slot, slot_of_row, group_sizes, weights)
+    yield from samples_with_packed(x, logits, row_of_slot, slot_of_row, group_sizes, weights)
     yield from samples_of_the_layer(x, logits, bias, mask, bounds, experts, weights, w_in, b_in, w_out, b_out, network)
 
 
@@ -249,6 +250,47 @@ def samples_with_fp8(row_of_slot, slot_of_row, group_sizes, weights):
         inputs = (dh, dh_q, dh_scales, x, x, *maps, group_sizes, w_in, None, w_out, v_in, torch.float32)
         yield torch_ops.experts_inputs, (*inputs, torch.float32, is_requested, *back, *options)
         yield torch_ops.experts_inputs, (*inputs, torch.bfloat16, is_requested, *NO_QUANTIZED, *options)
+
+
+def samples_with_packed(x, logits, row_of_slot, slot_of_row, group_sizes, weights):
+    """MXFP4 codes of w_in, FP8 blocks of w_out: widths are fixed, since they are multiples of a block."""
+    width, hidden, network = 256, 128, (0, 0.0, 0.0, True, K, "fpd", "df", TF32, 0, 0.0, 0.0)
+    yield torch_ops.pack_mxfp4, (normal(E * width, hidden), 1)
+    codes, scales = torch_ops.pack_mxfp4(normal(E * hidden * 2, width) / 16, 0)
+    yield torch_ops.unpack, (codes[None], scales[None], torch.bfloat16)
+    yield torch_ops.pack_fp8, (normal(E, width, hidden), 1)
+    q, q_scales = torch_ops.pack_fp8(normal(E, width, hidden) / 16, 0)
+    yield torch_ops.unpack, (q, q_scales, torch.float32)
+    w_in, in_scales = codes.view(E, hidden, 2, width // 32, 16), scales.view(E, hidden, 2, width // 32)
+    x, b_in, b_out = normal(T, width), normal(E, hidden, 2), normal(E, width)
+    lora = normal(E, width, 4), normal(E, 4, 2, hidden), normal(E, hidden, 2), normal(1, 2, width)
+    experts_of, of_packed = (group_sizes, w_in, b_in, q, b_out), (None, in_scales, None, q_scales)
+    dtype, frozen = torch.float32, {"w_in": True, "w_out": True}
+    for factors, scaled in ((NO_FACTORS, network), (factor_arguments(lora), (*network[:-2], 0.5, 2.0))):
+        requested = (WITHOUT_LORA if factors is NO_FACTORS else ALL) & ~request(frozen)
+        options, maps = (*of_packed, *factors, *scaled), (row_of_slot, slot_of_row)
+        yield torch_ops.experts, (x, None, None, weights, *maps, *experts_of, *options)
+        _, h, u, _ = torch_ops.experts(x, None, None, weights, *maps, *experts_of, *options)
+        arguments = (x, None, None, h, x, weights, slot_of_row, *experts_of, u, dtype, requested, *options)
+        yield torch_ops.experts_hidden, arguments
+        dh, _, _, _, dh_q, dh_scales, v_in, *_ = torch_ops.experts_hidden(*arguments)
+        inputs = (dh, dh_q, dh_scales, x, x, *maps, *experts_of[:4], v_in, dtype, dtype)
+        yield torch_ops.experts_inputs, (*inputs, requested, *options)
+        of_rows = (*scaled[:4], 0, *scaled[5:])
+        rows = (normal(R, width), None, *experts_of, normal(R), *of_packed, *factors, *of_rows)
+        yield torch_ops.ffn, rows
+        _, h, u = torch_ops.ffn(*rows)
+        back = (rows[0], h, rows[0], None, *experts_of, normal(R), u if u.numel() else None, dtype, dtype)
+        yield torch_ops.ffn_backward, (*back, requested, *of_packed, *factors, *of_rows)
+    router = RouterOptions(K)
+    numbers = layer_numbers(router, Network(*network), E, 2, (False, True, True))
+    routing, none = (logits, *[None] * 6), NO_FACTORS
+    forward = (x, *routing, w_in, b_in, q, b_out, *of_packed, *none, *numbers)
+    yield torch_ops.layer, forward
+    _, _, _, selected, chosen, _, lse, _, h, *_, slot_of_row, group_sizes = torch_ops.layer(*forward)
+    backward = (x, h, x, selected, slot_of_row, group_sizes, w_in, b_in, q, b_out)
+    of_router = (None, logits, chosen, None, lse, None, None, dtype, request({"x": True}))
+    yield torch_ops.layer_hidden, (*backward, *of_router, *of_packed, *none, *numbers)
 
 
 def samples_of_the_layer(x, logits, bias, mask, bounds, experts, weights, w_in, b_in, w_out, b_out, network):

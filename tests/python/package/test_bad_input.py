@@ -115,6 +115,8 @@ CALLS = {
         x=floats(T, D), gate=floats(D, E), gate_bias=floats(E), lora=LORA, replay=REPLAY, **MATRICES, **ROUTING
     ),
     ab.merge_lora: dict(w_in=MATRICES["w_in"], w_out=MATRICES["w_out"], lora=LORA),
+    ab.pack_fp8: dict(w=floats(2, 128, 256)),
+    ab.pack_mxfp4: dict(w=floats(2, 3, 64)),
     ab.plan: dict(experts=EXPERTS, num_experts=E, align_size=2, num_rows=40, num_destinations=2),
     ab.pure_jax_token_combine: dict(
         expert_outputs=floats(*PURE[0].shape),
@@ -140,6 +142,7 @@ CALLS = {
     ab.quantize_experts: dict(w_in=floats(E, 128, 2, 128), w_out=floats(E, 128, 128)),
     ab.route: dict(logits=floats(T, E), **ROUTING),
     ab.routed_experts: dict(x=floats(T, D), experts=EXPERTS, weights=floats(T, K), lora=LORA, **MATRICES),
+    ab.unpack: dict(packed=ab.Mxfp4(np.zeros((2, 3, 2, 16), np.uint8), np.zeros((2, 3, 2), np.uint8)), dtype="float32"),
     ab.routing_map_to_selected_experts: dict(sparse_probs=floats(T, E), routing_map=MAP, topk=K),
     ab.shared_expert: dict(
         x=floats(T, D), w_in=floats(D, 2, F), w_out=floats(F, D), w_gate=floats(D, 1), token_mask=MASK

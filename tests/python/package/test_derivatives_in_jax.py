@@ -66,6 +66,7 @@ OTHERS = {
     *("compute_ragged_all_to_all_params", "compute_reverse_ragged_all_to_all_params", "custom_calls", "plan"),
     *("quantile_bias", "quantize_experts", "load_balance_loss", "z_loss", "shared_expert"),
     *("routing_map_to_selected_experts", "pure_jax_token_combine", "init_lora", "join_lora", "merge_lora"),
+    *("pack_fp8", "pack_mxfp4", "unpack"),
 }
 
 

@@ -23,7 +23,7 @@ def given(value):
     """A value of a call: arrays as tensors, and modules as copies, which a call may change."""
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value.copy()).to("meta")
-    if isinstance(value, ab.Lora | ab.Replay):
+    if isinstance(value, ab.Lora | ab.Replay | ab.Mxfp4 | ab.Fp8Blocks):
         return type(value)(*map(given, value))
     if type(value) is tuple:
         return tuple(map(given, value))
@@ -84,12 +84,18 @@ CALLS = {
         merging_probs=floats(T, E),
         restore_shape=(T, D),
     ),
+    ab.pack_experts: dict(module=ab.MoE(32, 64, E, K, device="meta"), packed="mxfp4"),
+    ab.pack_fp8: dict(w=floats(2, 128, 256)),
+    ab.pack_mxfp4: dict(w=floats(2, 3, 64)),
     ab.plan: dict(experts=EXPERTS, num_experts=E, align_size=2, num_rows=40, num_destinations=2),
     ab.quantile_bias: dict(histogram=np.ones((E, 4), np.int32), lower=-1.0, upper=1.0, topk=K),
     ab.quantize_experts: dict(w_in=floats(E, 128, 2, 128), w_out=floats(E, 128, 128)),
     ab.route: dict(logits=floats(T, E), **ROUTING),
     ab.routed_experts: dict(x=floats(T, D), experts=EXPERTS, weights=floats(T, K), lora=LORA, **MATRICES),
     ab.shared_expert: dict(x=floats(T, D), w_in=floats(D, 2, F), w_out=floats(F, D), w_gate=floats(D), token_mask=MASK),
+    ab.unpack: dict(
+        packed=ab.Mxfp4(np.zeros((2, 3, 2, 16), np.uint8), np.zeros((2, 3, 2), np.uint8)), dtype=torch.float32
+    ),
     ab.z_loss: dict(lse=floats(T), coeff=0.1, token_mask=MASK, num_tokens=T),
 }
 

@@ -6,7 +6,7 @@ requested", so one handler serves every combination of optional tensors.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -72,6 +72,7 @@ class _Call:
     aliases: tuple[tuple[int, int], ...]
     workspace: int
     orders: str
+    fp4: str
     attributes: tuple[tuple[str, int | float], ...]
 
 
@@ -103,6 +104,7 @@ def _run(static: _Call, *arrays: jax.Array, workspace: int) -> tuple[jax.Array, 
         operands=",".join(static.operands),
         results=",".join(name for name, *_ in results),
         **({"orders": static.orders} if static.orders else {}),
+        **({"fp4": static.fp4} if static.fp4 else {}),
         **{n: np.float32(v) if isinstance(v, float) else np.int32(v) for n, v in static.attributes},
     )
     return tuple(outputs[: len(static.results)])
@@ -116,6 +118,7 @@ def call(
     aliases: Mapping[str, str] | None = None,
     workspace: int = 0,
     orders: Mapping[str, str] | None = None,
+    fp4: Iterable[str] = (),
     **attributes: int | float,
 ) -> dict[str, Any]:
     """Calls the handler `target` on arrays that are whole on one device.
@@ -131,6 +134,7 @@ def call(
         handler gets none.
       orders: for arrays whose axes are not in the C function's order, by field name: "0312" if the C function's axes
         are the array's axes 0, 3, 1, 2.
+      fp4: names of arrays of bytes [..., n, 16] that the C function reads as float4 numbers [..., 32 n].
       attributes: options by field name; int becomes int32, float becomes float32.
 
     Returns:
@@ -143,7 +147,7 @@ def call(
     for operand in operands.values():
         if isinstance(operand, Buffer):
             return operand.sequence.call(
-                name, operands, results, aliases=aliases, workspace=workspace, orders=orders, **attributes
+                name, operands, results, aliases=aliases, workspace=workspace, orders=orders, fp4=fp4, **attributes
             )
     register()
     given = {name: array for name, array in operands.items() if array is not None}
@@ -158,6 +162,7 @@ def call(
         orders=",".join(
             f"{name}:{order}" for name, order in (orders or {}).items() if name in given or name in requested
         ),
+        fp4=",".join(fp4),
         attributes=tuple(attributes.items()),
     )
     whole = (
@@ -235,6 +240,8 @@ def _program(sequence: Sequence) -> _Program:
         options: dict[str, Any] = {"function": call.function}
         if call.orders:
             options["orders"] = call.orders
+        if call.fp4:
+            options["fp4"] = call.fp4
         options |= {name: _number(value) for name, value in call.options.items()}
         tensors = tuple((name, buffer.kind, buffer.index) for name, buffer in call.tensors.items())
         calls.append((tensors, tuple(options.items())))

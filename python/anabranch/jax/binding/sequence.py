@@ -5,7 +5,7 @@ that sequence, so the same rules compose a sequence or call the library directly
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -60,6 +60,7 @@ class Call:
     workspace: int
     """Bytes of its workspace on a GPU."""
     options: dict[str, int | float | str]
+    fp4: str = ""
 
 
 class Sequence:
@@ -109,6 +110,7 @@ class Sequence:
         aliases: Mapping[str, str] | None = None,
         workspace: int = 0,
         orders: Mapping[str, str] | None = None,
+        fp4: Iterable[str] = (),
         **options: int | float | str,
     ) -> dict[str, Any]:
         """Appends a call. The arguments are those of `ffi.call`, with arrays or Buffers as operands.
@@ -131,5 +133,5 @@ class Sequence:
                 self.aliases.append((tensors[source].index, result.index))
         tensors |= {name: result for name, result in made.items() if result is not None}
         given_orders = ",".join(f"{name}:{order}" for name, order in (orders or {}).items() if name in tensors)
-        self.calls.append(Call(function, tensors, given_orders, workspace, dict(options)))
+        self.calls.append(Call(function, tensors, given_orders, workspace, dict(options), ",".join(fp4)))
         return made

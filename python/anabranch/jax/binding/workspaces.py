@@ -80,6 +80,11 @@ def lora(R: int, E: int, M: int, N: int, rank: int, dtype: Any, *, backward: boo
     return _bound("lora", *map(_size, (R, E, M, N, rank)), _flag(backward), _dtype(dtype))
 
 
+def unpacked(E: int, N: int, C: int, dtype: Any) -> int:
+    """Workspace for unpacked weights [E, N, C] in the dtype of x."""
+    return _bound("unpacked", _size(E), _size(N), _size(C), _dtype(dtype))
+
+
 def ffn_forward(R: int, F: int, dtype: Any) -> int:
     """Workspace for the activations [R, F]."""
     return _bound("expert_ffn_forward", _size(R), _size(F), _dtype(dtype))

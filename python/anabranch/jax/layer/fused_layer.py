@@ -26,6 +26,7 @@ from anabranch.jax.layer.operands import (
 )
 from anabranch.jax.ops.experts import check_fp8_operands, dtypes_of_factors, experts_arrays
 from anabranch.jax.ops.ffn import FfnConfig
+from anabranch.jax.ops.packed import refuse_gradients, weight_shape
 from anabranch.jax.parallel.parallel import Parallel, Placement, manual_shard_axes, place
 from anabranch.layouts import Layouts
 from anabranch.lora import Lora, check_lora, operand_fields
@@ -68,6 +69,7 @@ def _fused_layer_backward(
     d_result: LayerOutput,
 ) -> tuple[Operands]:
     operands, selection, saved = residuals
+    refuse_gradients(operands, needed)
     d = Cotangents(d_result.output, d_result.weights, d_result.score_sum, d_result.lse_squares)
     wanted = tuple(name for name in DIFFERENTIABLE if getattr(needed, name))
     if placement is not None:
@@ -91,7 +93,7 @@ def ffn_config(options: ExpertsOptions, parts: int, topk: int, lora: Lora | None
 
 def lora_factors(layouts: Layouts, x: jax.Array, w_in: jax.Array, lora: Any) -> Lora | None:
     """Checks the argument lora against the checked w_in."""
-    return check_lora(check.array, dtypes_of_factors(x), lora, layouts.sizes("w_in", w_in.shape))
+    return check_lora(check.array, dtypes_of_factors(x), lora, layouts.sizes("w_in", weight_shape(w_in)))
 
 
 def check_parallel(parallel: Any, config: FfnConfig) -> None:
@@ -115,7 +117,7 @@ def experts_operands(
 
 def quantized_arrays(config: FfnConfig, arrays: dict[str, Any], quantized: Any) -> dict[str, Any]:
     """Checks the widths and the argument `quantized`; returns fields of Operands. arrays: the experts' arrays."""
-    checked = check_fp8_operands(config, arrays["w_in"], quantized)
+    checked = check_fp8_operands(config, arrays, quantized)
     return quantized_fields(checked if config.fp8 else None)
 
 

@@ -7,24 +7,26 @@ import jax
 import jax.numpy as jnp
 
 from anabranch.jax.binding import check
+from anabranch.jax.ops.packed import Packed, check_weight, weight_shape
 from anabranch.layouts import Layouts
 from anabranch.lora import PROJECTIONS, Lora, check_join, check_lora, check_names_of, check_scales, factor_shapes
 from anabranch.options import check_layouts
+from anabranch.packed import check_plain
 
 
 def _sizes(layouts: Layouts, w_in: Any, w_out: Any) -> dict[str, int]:
-    """The sizes "e", "d", "p" and "f" of checked weights."""
-    w_in = check.array("w_in", w_in, check.FLOATS, layouts.shape("w_in", e="E", d="D", p="P", f="F"))
-    sizes = layouts.sizes("w_in", w_in.shape)
+    """Checks weights, plain or packed, and returns their sizes "e", "d", "p" and "f"."""
+    of_w_in = check_weight("w_in", w_in, check.FLOATS, layouts, e="E", d="D", p="P", f="F")
+    sizes = layouts.sizes("w_in", weight_shape(of_w_in["w_in"]))
     E, D, F = (("E", sizes["e"]), ("D", sizes["d"]), ("F", sizes["f"]))
-    check.array("w_out", w_out, check.FLOATS, layouts.shape("w_out", e=E, f=F, d=D))
+    check_weight("w_out", w_out, check.FLOATS, layouts, e=E, f=F, d=D)
     return sizes
 
 
 def init_lora(
     key: jax.Array,
-    w_in: jax.Array,
-    w_out: jax.Array,
+    w_in: jax.Array | Packed,
+    w_out: jax.Array | Packed,
     rank: int,
     *,
     projections: Sequence[str] = PROJECTIONS,
@@ -37,7 +39,8 @@ def init_lora(
 
     Args:
       key: a key of jax.random.
-      w_in, w_out: the experts' weights, float [E, D, 2 or 1, F] and [E, F, D]; only their shapes are read.
+      w_in, w_out: the experts' weights, float [E, D, 2 or 1, F] and [E, F, D], or packed; only their shapes are
+        read.
       rank: of both adapters, at least 1.
       projections: "in" and "out", or one of them.
       shared: the fields of `Lora` that all experts share, for example ("a_in",).
@@ -93,7 +96,7 @@ def merge_lora(
     for inference only.
 
     Args:
-      w_in, w_out, w_in_layout, w_out_layout: as for `init_lora`.
+      w_in, w_out, w_in_layout, w_out_layout: as for `init_lora`, but not packed.
       lora: the adapters.
       lora_scale: as in `moe`.
 
@@ -109,6 +112,7 @@ def merge_lora(
     >>> merge_lora(jnp.ones((1, 1, 1, 1)), jnp.ones((1, 1, 1)), lora, 0.5)[1].tolist()
     [[[1.5]]]
     """
+    check_plain(w_in=w_in, w_out=w_out)
     layouts = check_layouts(w_in_layout, w_out_layout)
     sizes = _sizes(layouts, w_in, w_out)
     checked = check_lora(check.array, check.FLOATS, lora, sizes)

@@ -23,6 +23,7 @@ from anabranch.jax.layer.fused_layer import (
 )
 from anabranch.jax.layer.operands import LayerConfig, LayerOutput, Operands
 from anabranch.jax.ops.balance import load_balance_loss, mean_of_squares
+from anabranch.jax.ops.packed import Packed
 from anabranch.jax.ops.quantized import QuantizedExperts
 from anabranch.jax.ops.router import quantile_operand, router_operands
 from anabranch.jax.parallel.parallel import Parallel
@@ -82,8 +83,8 @@ def layer_config(
 def moe(
     x: jax.Array,
     gate: jax.Array,
-    w_in: jax.Array,
-    w_out: jax.Array,
+    w_in: jax.Array | Packed,
+    w_out: jax.Array | Packed,
     *,
     topk: int,
     gate_bias: jax.Array | None = None,
@@ -110,7 +111,8 @@ def moe(
       gate: [D, E] float; logits are float32.
       w_in: [E, D, 2, F] (gate and up columns), or [E, D, 1, F] for ungated experts; dtype of x, or float32.
       w_out: [E, F, D]; dtype of x, or float32. In a 16-bit layer the GEMMs round float32 weights to the dtype of x;
-        the weights' gradients are the float32 sums without rounding.
+        the weights' gradients are the float32 sums without rounding. w_in and w_out, each by itself, may be packed: an
+        `Mxfp4` or an `Fp8Blocks`. The layer then is that on `unpack(w, x.dtype)`, and packed weights have no gradient.
       topk: K, experts per token, 1 <= K <= E.
       gate_bias: [E] float, added to the logits; None: 0.
       expert_bias: [E] float, added to the scores for the selection only; has no gradient.

@@ -23,6 +23,7 @@ from anabranch.jax.layer.initializers import (
 from anabranch.jax.layer.lora import new_factor
 from anabranch.jax.layer.moe import MoEOutput, layer_config, run_layer
 from anabranch.jax.layer.shared_expert import shared_expert
+from anabranch.jax.ops.packed import pack_fp8, pack_mxfp4
 from anabranch.jax.ops.quantile import host_bounds, quantile_bias
 from anabranch.jax.ops.quantized import QuantizedExperts
 from anabranch.jax.parallel.parallel import Parallel
@@ -35,6 +36,7 @@ from anabranch.options import (
     check_names,
     takes_options,
 )
+from anabranch.packed import KINDS, check_kind
 from anabranch.precision import check_fp8_widths, dense_precision
 from anabranch.replay import Replay
 
@@ -44,6 +46,10 @@ with needed_by("anabranch.jax.nnx"):
 
 class RouterState(nnx.Variable):
     """Router state that no optimiser updates: the expert bias of auxiliary-loss-free load balancing."""
+
+
+class PackedWeights(nnx.Variable):
+    """Arrays of the experts' packed weights, which no optimiser updates."""
 
 
 def sharding(
@@ -79,6 +85,10 @@ def _params_stream(rngs: Any) -> Any:
         raise ValueError(f"rngs: got the streams {list(rngs)}, expected 'params' or 'default'") from None
 
 
+#: Functions that pack weights, by the choices of the option `packed`.
+_PACK: dict[str, Any] = {"mxfp4": pack_mxfp4, "fp8_blocks": pack_fp8}
+
+
 @takes_options(LayoutModuleKeywords)
 class MoE(nnx.Module):
     """A Mixture-of-Experts feed-forward layer.
@@ -88,10 +98,12 @@ class MoE(nnx.Module):
     [E, D]; with `shared_features` S > 0 also `shared_in` [D, 2 or 1, S] and `shared_out` [S, D]; with `shared_gate`
     also `shared_gate` [D, 1]. With `lora_rank` r > 0 also the adapters' factors (`nnx.LoRAParam`) `lora_a_in` [E or 1,
     D, r], `lora_b_in` [E or 1, r, 2 or 1, F], `lora_a_out` [E or 1, F, r] and `lora_b_out` [E or 1, r, D]; to train
-    them alone, differentiate and update `nnx.LoRAParam`: frozen weights cost nothing. State (`RouterState`):
-    `expert_bias` float32 [E] with `use_expert_bias` or `balance`. If `nnx.update`, `nnx.merge` or a cast of the state
-    changes its float dtype, a forward pass reads it as float32 and an update makes it float32 again, because 16 bits
-    lose steps of 1e-3.
+    them alone, differentiate and update `nnx.LoRAParam`: frozen weights cost nothing. With `packed` the arrays of the
+    two weights are `PackedWeights` in the place of w_in and w_out: `w_in_codes` and `w_in_scales`, `w_out_codes` and
+    `w_out_scales` for "mxfp4" (see `Mxfp4`), `w_in_q` and so on for "fp8_blocks" (see `Fp8Blocks`). State
+    (`RouterState`): `expert_bias` float32 [E] with `use_expert_bias` or `balance`. If `nnx.update`, `nnx.merge` or a
+    cast of the state changes its float dtype, a forward pass reads it as float32 and an update makes it float32 again,
+    because 16 bits lose steps of 1e-3.
 
     Args:
       in_features: D, width of the model.
@@ -111,6 +123,8 @@ class MoE(nnx.Module):
         layer without adapters, build the layer with `lora_rank` and update it with the saved state.
       lora_alpha: the adapters are multiplied by lora_alpha / lora_rank; None: by 1.
       lora_shared: the fields of `Lora` that all experts share, for example ("a_in",).
+      packed: "mxfp4" or "fp8_blocks": the experts' weights are packed and frozen, for loading packed checkpoints. They
+        require w_in_layout "pfd" (or "fpd" with "mxfp4") and w_out_layout "df". None: they are parameters.
       parallel: spreads the layer over a mesh. The parameters then have shardings (`out_sharding`). Under jax.set_mesh,
         or with a `Parallel` that has a mesh, they are created in shards. A shared expert is replicated.
       dtype: dtype of the computation, float32, bfloat16 or float16; None: that of the input.
@@ -156,6 +170,7 @@ class MoE(nnx.Module):
         lora_rank: int = 0,
         lora_alpha: float | None = None,
         lora_shared: Sequence[str] = (),
+        packed: str | None = None,
         parallel: Parallel | None = None,
         dtype: Any | None = None,
         param_dtype: Any = jnp.float32,
@@ -187,13 +202,14 @@ class MoE(nnx.Module):
         layouts = given.layouts()
         if layer_config(given, E, parts, parallel).ffn.fp8:
             check_fp8_widths("hidden_features", f"{F} beside in_features {D}", in_features=D, hidden_features=F)
+        self.packed = check_kind(packed, layouts, given.precision, in_features=D, hidden_features=F)
         self.options, self.parallel, self.in_features = given, parallel, D
         self.dtype = None if dtype is None else jnp.dtype(check.dtype("dtype", dtype, check.FLOATS))
         self.qb_bin_bounds = host_bounds(qb_bin_bounds) if quantile else None
         key = _params_stream(rngs)
 
-        def parameter(name: str, value: jax.Array, kind: type[nnx.Param] = nnx.Param) -> nnx.Param:
-            if name in ("w_in", "w_out", "b_in"):
+        def parameter(name: str, value: jax.Array, kind: type[nnx.Variable] = nnx.Param) -> Any:
+            if kind is nnx.Param and name in ("w_in", "w_out", "b_in"):
                 value = value.transpose(layouts.from_ours(name))
             if parallel is None:
                 return kind(value)
@@ -206,8 +222,15 @@ class MoE(nnx.Module):
                 ) from error
 
         self.gate = parameter("gate", gate_init(key(), (D, E), param_dtype))
-        self.w_in = parameter("w_in", in_init(key(), (E, D, parts, F), param_dtype))
-        self.w_out = parameter("w_out", out_init(key(), (E, F, D), param_dtype))
+        matrices = {"w_in": in_init(key(), (E, D, parts, F), param_dtype)}
+        matrices["w_out"] = out_init(key(), (E, F, D), param_dtype)
+        for name, value in matrices.items():
+            setattr(self, name, parameter(name, value) if self.packed is None else None)
+            if self.packed is not None:
+                arrays = _PACK[self.packed](value.transpose(layouts.from_ours(name)))
+                spec_names = (name, f"{name}_block_scales")
+                for field, spec_name, array in zip(arrays._fields, spec_names, arrays, strict=True):
+                    setattr(self, f"{name}_{field}", parameter(spec_name, array, PackedWeights))
         self.gate_bias = parameter("gate_bias", jnp.zeros((E,), param_dtype)) if use_gate_bias else None
         self.b_in = parameter("b_in", jnp.zeros((E, parts, F), param_dtype)) if use_bias else None
         self.b_out = parameter("b_out", jnp.zeros((E, D), param_dtype)) if use_bias else None
@@ -263,8 +286,8 @@ class MoE(nnx.Module):
         arrays = dict(
             x=x,
             gate=self.gate[...],
-            w_in=weights(self.w_in),
-            w_out=weights(self.w_out),
+            w_in=self._weight("w_in", weights),
+            w_out=self._weight("w_out", weights),
             gate_bias=None if self.gate_bias is None else self.gate_bias[...],
             b_in=value(self.b_in),
             b_out=value(self.b_out),
@@ -292,6 +315,13 @@ class MoE(nnx.Module):
             precision=dense_precision(self.options.precision),
         )
         return result._replace(output=result.output + shared)
+
+    def _weight(self, name: str, plain: Any) -> Any:
+        """The argument w_in or w_out of `moe`. plain: reads a variable that is not packed."""
+        if self.packed is None:
+            return plain(getattr(self, name))
+        kind = KINDS[self.packed]
+        return kind(*(getattr(self, f"{name}_{field}")[...] for field in kind._fields))
 
     def _bias(self) -> jax.Array:
         """The expert bias as float32.

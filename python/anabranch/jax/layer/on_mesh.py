@@ -55,6 +55,7 @@ def _fsdp_dimensions(placement: Placement) -> dict[str, int]:
         "lora_a_in": 1,
         "lora_b_out": 2,
     }
+    weights |= {f"{name}_block_scales": weights[name] for name in ("w_in", "w_out")}
     d = {name: axes.index("d") for name, axes in QuantizedExperts.shapes("e", "d", "p", "f", "d", "f").items()}
     return {"gate": 0, "b_out": 1} | weights | {f"quantized_{name}": axis for name, axis in d.items()}
 

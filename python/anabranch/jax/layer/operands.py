@@ -8,6 +8,7 @@ import jax
 from anabranch import replay
 from anabranch.jax.binding.arrays import flat
 from anabranch.jax.ops.ffn import FfnConfig, FfnOperands
+from anabranch.jax.ops.packed import fp8_for_pass
 from anabranch.jax.ops.quantized import QuantizedExperts, for_pass
 from anabranch.lora import NAMES, Lora
 from anabranch.options import RouterOptions
@@ -59,6 +60,9 @@ class Operands(NamedTuple):
     lora_b_in: jax.Array | None = None
     lora_a_out: jax.Array | None = None
     lora_b_out: jax.Array | None = None
+    w_in_block_scales: jax.Array | None = None
+    """Scales of a packed w_in, whose array then has its place; so for w_out."""
+    w_out_block_scales: jax.Array | None = None
 
     @property
     def lora(self) -> Lora | None:
@@ -203,11 +207,13 @@ def flat_selection(selection: Selection) -> Selection:
 
 
 def round_weights(config: LayerConfig, operands: Operands) -> Operands:
-    """Casts the experts' weights to the dtype of x, in which they are multiplied unless they are quantised."""
+    """Casts plain weights of the experts to the dtype of x, in which they are multiplied unless they are quantised."""
     if config.ffn.fp8:
         return operands
     dtype = operands.x.dtype
-    return operands._replace(w_in=operands.w_in.astype(dtype), w_out=operands.w_out.astype(dtype))
+    scales = {"w_in": operands.w_in_block_scales, "w_out": operands.w_out_block_scales}
+    rounded: dict[str, Any] = {n: getattr(operands, n).astype(dtype) for n, packed in scales.items() if packed is None}
+    return operands._replace(**rounded)
 
 
 def round_factors(operands: Operands) -> Operands:
@@ -222,6 +228,10 @@ def quantize_weights(config: LayerConfig, operands: Operands, *, backward: bool)
     if not config.ffn.fp8:
         return operands
     o, ffn = operands, config.ffn
+    if o.w_in_block_scales is not None or o.w_out_block_scales is not None:
+        quantized = fp8_for_pass(o, ffn.layouts, ffn.fp8_scales, backward=backward)
+        fields = quantized_fields(quantized)
+        return operands._replace(**fields, w_in_block_scales=None, w_out_block_scales=None)
     quantized = for_pass(o.quantized, o.w_in, o.w_out, ffn.layouts, ffn.fp8_scales, backward=backward)
     return operands._replace(**quantized_fields(quantized))
 
@@ -244,4 +254,6 @@ def ffn_operands(operands: Operands, route: Any, weights: jax.Array | None) -> F
         weights=weights,
         quantized=operands.quantized,
         lora=operands.lora,
+        w_in_block_scales=operands.w_in_block_scales,
+        w_out_block_scales=operands.w_out_block_scales,
     )

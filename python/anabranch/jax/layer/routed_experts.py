@@ -18,6 +18,7 @@ from anabranch.jax.layer.fused_layer import (
     unreduced_axes,
 )
 from anabranch.jax.layer.operands import LayerConfig, Operands
+from anabranch.jax.ops.packed import Packed
 from anabranch.jax.ops.quantized import QuantizedExperts
 from anabranch.jax.parallel.parallel import Parallel
 from anabranch.lora import Lora, operand_fields
@@ -44,8 +45,8 @@ def routed_experts(
     x: jax.Array,
     experts: jax.Array,
     weights: jax.Array,
-    w_in: jax.Array,
-    w_out: jax.Array,
+    w_in: jax.Array | Packed,
+    w_out: jax.Array | Packed,
     *,
     b_in: jax.Array | None = None,
     b_out: jax.Array | None = None,
@@ -66,7 +67,7 @@ def routed_experts(
       experts: int16, int32 or int64 [..., K], K >= 1. An index outside [0, E) is no expert; experts may repeat.
       weights: float32, bfloat16 or float16 [..., K]; they may be any numbers, with any sum.
       w_in: [E, D, 2, F] (gate and up columns), or [E, D, 1, F] for ungated experts; dtype of x, or float32.
-      w_out: [E, F, D]; dtype of x, or float32, as in `moe`.
+      w_out: [E, F, D]; dtype of x, or float32, as in `moe`. Both may be packed, as in `moe`.
       b_in: [E, 2 or 1, F], b_out: [E, D]; dtype of x.
       parallel: a `Parallel`, which spreads the layer over a mesh; None: see `moe`. Experts and weights are sharded like
         x. Buffers have K rows per token for each of P ranks, since an expert may repeat; those of `moe` have

@@ -17,10 +17,12 @@ from anabranch.jax.binding import check, ffi, workspaces
 from anabranch.jax.binding.derivatives import reverse_mode
 from anabranch.jax.binding.sharding import check_whole, vary_alike
 from anabranch.jax.ops.ffn import FfnConfig, FfnOperands, ffn_backward, ffn_forward
+from anabranch.jax.ops.packed import check_weight, packed_value, refuse_gradients, weight_shape
 from anabranch.jax.ops.quantized import QuantizedExperts, check_quantized, quantize_matrix, quantize_rows
 from anabranch.layouts import Layouts
 from anabranch.lora import NAMES, Lora, check_lora, check_pair
 from anabranch.options import EXPERTS_NAMES, ExpertsKeywords, ExpertsOptions, check_names, takes_options
+from anabranch.packed import check_precision
 from anabranch.precision import FP8, HIGHEST, TF32, check_fp8, check_fp8_widths, precision_number
 
 
@@ -90,26 +92,31 @@ def experts_arrays(
     """Checks the experts' arrays against x [..., D]; returns (arrays by argument name, E, P)."""
     experts = "E" if num_experts is None else ("E", num_experts)
     D, dtype = ("D", x.shape[-1]), (str(x.dtype),)
-    w_in = check.array("w_in", w_in, weight_dtypes, layouts.shape("w_in", e=experts, d=D, p="2 or 1", f="F"))
-    sizes = layouts.sizes("w_in", w_in.shape)
+    of_w_in = check_weight("w_in", w_in, weight_dtypes, layouts, e=experts, d=D, p="2 or 1", f="F")
+    sizes = layouts.sizes("w_in", weight_shape(of_w_in["w_in"]))
     if sizes["p"] not in (1, 2):
         gated, plain = (", ".join(layouts.shape("w_in", e="E", d="D", p=p, f="F")) for p in "21")
-        raise ValueError(f"w_in: got {check.describe(w_in)}, expected [{gated}] (gate, up) or [{plain}]")
+        raise ValueError(f"w_in: got {check.describe(of_w_in['w_in'])}, expected [{gated}] (gate, up) or [{plain}]")
     E, P, F = (("E", sizes["e"]), ("P", sizes["p"]), ("F", sizes["f"]))
     arrays = {
-        "w_in": w_in,
-        "w_out": check.array("w_out", w_out, weight_dtypes, layouts.shape("w_out", e=E, f=F, d=D)),
+        **of_w_in,
+        **check_weight("w_out", w_out, weight_dtypes, layouts, e=E, f=F, d=D),
         "b_in": check.optional_array("b_in", b_in, dtype, layouts.shape("b_in", e=E, p=P, f=F)),
         "b_out": check.optional_array("b_out", b_out, dtype, (E, D)),
     }
     return arrays, sizes["e"], sizes["p"]
 
 
-def check_fp8_operands(config: FfnConfig, w_in: jax.Array, quantized: Any) -> QuantizedExperts | None:
-    """Checks the argument `quantized`, and with FP8 the widths of w_in."""
+def check_fp8_operands(config: FfnConfig, arrays: dict[str, Any], quantized: Any) -> QuantizedExperts | None:
+    """Checks the argument `quantized`, packed weights beside the precision, and with FP8 the widths of w_in.
+
+    arrays: from `experts_arrays`.
+    """
     check_fp8(config.precision, "float32", quantized)
+    check_precision(config.precision, quantized, **{name: packed_value(arrays, name) for name in ("w_in", "w_out")})
     if not config.fp8:
         return None
+    w_in = arrays["w_in"]
     E, D, P, F = config.sizes(w_in)
     check_fp8_widths("w_in", check.describe(w_in), D=D, F=F)
     return check_quantized(quantized, E, D, P, F)
@@ -383,6 +390,7 @@ def _expert_ffn_forward(config: FfnConfig, operands: FfnOperands) -> tuple[jax.A
 
 def _expert_ffn_backward(config: FfnConfig, needed: FfnOperands, residuals: Any, d_y: jax.Array) -> tuple[FfnOperands]:
     operands, saved = residuals
+    refuse_gradients(operands, needed)
     wanted = [name for name, is_needed in needed.by_name().items() if is_needed]
     gradients = ffn_backward(config, operands, saved, d_y, wanted)
     fields = {name: gradients.get(name) for name in FfnOperands._fields if name != "lora"}
@@ -414,7 +422,7 @@ def expert_ffn(
     Args:
       rows: float32, bfloat16 or float16 [R, D]; rows of one expert are contiguous, expert 0 first.
       w_in: [E, D, 2, F] (gate, up) or [E, D, 1, F]; dtype of rows, as for w_out and the biases.
-      w_out: [E, F, D].
+      w_out: [E, F, D]. w_in and w_out, each by itself, may be packed: an `Mxfp4` or an `Fp8Blocks`.
       group_sizes: integers [E] on the device, the number of rows per expert. Sizes past R are clipped, negative ones
         count as 0.
       b_in: [E, 2 or 1, F], or None.
@@ -454,12 +462,12 @@ def expert_ffn(
         weights=check.optional_array("weights", weights, check.FLOATS, (("R", rows.shape[0]),)),
         **arrays,
     )
-    w_in_sizes = checked.layouts().sizes("w_in", arrays["w_in"].shape)
+    w_in_sizes = checked.layouts().sizes("w_in", weight_shape(arrays["w_in"]))
     lora = check_lora(check.array, dtypes_of_factors(rows), lora, w_in_sizes)
     config = FfnConfig.of(checked.experts(P, 0, lora))
     if config.weight_early and weights is None:
         raise ValueError("weight_early: got True without weights, expected weights [R]")
-    quantized = check_fp8_operands(config, arrays["w_in"], quantized)
+    quantized = check_fp8_operands(config, arrays, quantized)
     operands = operands._replace(quantized=quantized, lora=lora)
     check_whole("expert_ffn", rows=rows, **{n: a for n, a in operands.by_name().items() if n != "x"})
     leaves, tree = jax.tree.flatten(operands)

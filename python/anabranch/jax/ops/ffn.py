@@ -15,7 +15,8 @@ import jax.numpy as jnp
 
 from anabranch.activation import Activation
 from anabranch.jax.binding import ffi, workspaces
-from anabranch.jax.ops.quantized import QuantizedExperts, QuantizedOperand, for_pass
+from anabranch.jax.ops.packed import fp4_names, fp8_for_pass, weight_shape
+from anabranch.jax.ops.quantized import E4M3, QuantizedExperts, QuantizedOperand, for_pass
 from anabranch.lora import Lora, operand_fields
 from anabranch.options import ExpertsConfig
 from anabranch.precision import BLOCK
@@ -44,7 +45,7 @@ class FfnConfig(ExpertsConfig):
 
     def sizes(self, w_in: jax.Array) -> tuple[int, int, int, int]:
         """(E, D, P, F) of w_in."""
-        sizes = self.layouts.sizes("w_in", w_in.shape)
+        sizes = self.layouts.sizes("w_in", weight_shape(w_in))
         return sizes["e"], sizes["d"], sizes["p"], sizes["f"]
 
     def gradient_dtype(self, name: str, operand: jax.Array) -> Any:
@@ -55,6 +56,7 @@ class FfnConfig(ExpertsConfig):
         """The axis orders of all arrays that are not in the default layout, for `ffi.call`."""
         names = ("w_in", "d_w_in", "w_out", "d_w_out", "h", "dh", "b_in", "d_b_in")
         orders = {name: "".join(map(str, self.layouts.order(name))) for name in names}
+        orders |= {f"{name}_block_scales": orders[name] for name in ("w_in", "w_out")}
         return {name: order for name, order in orders.items() if list(order) != sorted(order)}
 
 
@@ -83,11 +85,18 @@ class FfnOperands(NamedTuple):
     """x quantised, which the fused forward rule reads instead of x; None: the rule quantises x."""
     lora: Lora | None = None
     """The factors of the adapters."""
+    w_in_block_scales: jax.Array | None = None
+    """Scales of a packed w_in, whose array then has its place; so for w_out."""
+    w_out_block_scales: jax.Array | None = None
 
     def by_name(self) -> dict[str, jax.Array | None]:
         """The operands of a call of either pass, by their C names."""
         others = ("quantized", "x_quantized", "lora")
         named = {name: array for name, array in self._asdict().items() if name not in others}
+        for name in ("w_in", "w_out"):  # with FP8 the blocks are quantised weights, and w_in determines sizes only
+            is_fp8 = getattr(named[name], "dtype", None) == E4M3  # `needed` has bools
+            if is_fp8 and named[f"{name}_block_scales"] is None:
+                named[name] = None
         return named | _c_names(self.quantized) | operand_fields(self.lora)
 
     def rank(self, projection: str) -> int:
@@ -114,6 +123,9 @@ def with_quantized_weights(config: FfnConfig, operands: FfnOperands, *, backward
     if not config.fp8:
         return operands
     o = operands
+    if o.w_in_block_scales is not None or o.w_out_block_scales is not None:
+        quantized = fp8_for_pass(o, config.layouts, config.fp8_scales, backward=backward)
+        return o._replace(quantized=quantized, w_in_block_scales=None, w_out_block_scales=None)
     quantized = for_pass(o.quantized, o.w_in, o.w_out, config.layouts, config.fp8_scales, backward=backward)
     return operands._replace(quantized=quantized)
 
@@ -192,6 +204,7 @@ def _forward(
         },
         workspace=_forward_workspace(config, operands, R, F, result),
         orders=config.orders(),
+        fp4=fp4_names(inputs),
         **config.attributes(),
         weight_early=int(config.weight_early),
         skip_rest=int(config.skip_rest and result == "a"),
@@ -201,12 +214,19 @@ def _forward(
 def _forward_workspace(config: FfnConfig, operands: FfnOperands, R: int, F: int, result: str) -> int:
     x = operands.x
     x_bytes = workspaces.fp8_rows(*x.shape) if config.fp8 and operands.x_quantized is None else 0
-    x_bytes += _lora_workspace(config, operands, R)
+    x_bytes += _lora_workspace(config, operands, R) + _unpacked_workspace(config, operands)
     if config.fp8 and operands.rank("out"):  # the adapter reads `a` in the dtype of x
         x_bytes += workspaces.ffn_forward(R, F, x.dtype)
     if result == "a":
         return x_bytes
     return x_bytes + (workspaces.fp8_rows(R, F) if config.fp8 else workspaces.ffn_forward(R, F, x.dtype))
+
+
+def _unpacked_workspace(config: FfnConfig, operands: FfnOperands) -> int:
+    """The workspace for packed weights in a call of either pass."""
+    E, D, P, F = config.sizes(operands.w_in)
+    scales = (operands.w_in_block_scales, P * F, D), (operands.w_out_block_scales, D, F)
+    return max(0 if given is None else workspaces.unpacked(E, N, C, operands.x.dtype) for given, N, C in scales)
 
 
 def _lora_workspace(config: FfnConfig, operands: FfnOperands, R: int, *, backward: bool = False) -> int:
@@ -287,7 +307,7 @@ def _backward(
     del inputs["b_in"]
     slots = operands.slot_of_row
     R = operands.x.shape[0] if slots is None else slots.shape[0]
-    workspace += _lora_workspace(config, operands, R, backward=True)
+    workspace += _lora_workspace(config, operands, R, backward=True) + _unpacked_workspace(config, operands)
     if config.fp8 and d_out is not None and "h" in intermediates and "d_out_q" not in intermediates:
         workspace += workspaces.fp8_rows(*d_out.shape)
     return ffi.call(
@@ -297,6 +317,7 @@ def _backward(
         aliases={"h": "dh"} if "h" in intermediates and results.get("dh") is not None else None,
         workspace=workspace,
         orders=config.orders(),
+        fp4=fp4_names(inputs),
         **config.attributes(),
         skip_rest=skip_rest,
     )
@@ -352,6 +373,8 @@ class SlotGemm:
     """[R, r]: the rows contain u B of an adapter."""
     lora_b: jax.Array | None = None
     """B [E or 1, r, N]; if the rows are gradients A [E or 1, N, r], whose transpose then takes the place of B."""
+    w_block_scales: jax.Array | None = None
+    """The scales of a packed w."""
 
     @property
     def dtype(self) -> Any:
@@ -377,7 +400,7 @@ class SlotGemm:
             N = self.w_quantized.q.shape[1]
         else:
             assert self.w is not None
-            N = self.w.shape[1 if self.transpose_w else 2]
+            N = weight_shape(self.w)[1 if self.transpose_w else 2]
         # With quantised operands the rows are rounded to the dtype of their sums.
         row_dtype = self.x.dtype if self.w_quantized is None else dtype
         workspace = workspaces.grouped_matmul_combine(R, E, D, N, self.x.dtype, backward=self.backward)
@@ -385,11 +408,15 @@ class SlotGemm:
         if returning is not None:
             workspace = workspaces.returning(R, returning.ranks, row_of_slot.shape[0] // returning.ranks, N, dtype)
             options = {"returning": returning.exchange, "returning_buffer": returning.buffer}
+        unpacked = 0
+        if self.w_block_scales is not None:
+            unpacked = workspaces.unpacked(E, *((N, D) if self.transpose_w else (D, N)), row_dtype)
         results = ffi.call(
             "ab_xla_grouped_matmul_combine",
             {
                 "x": self.x,
                 "w": self.w,
+                "w_block_scales": self.w_block_scales,
                 "group_sizes": self.group_sizes,
                 "bias": None if self.bias is None else self.bias.astype(row_dtype),
                 "x_scales": self.x_scales,
@@ -405,7 +432,9 @@ class SlotGemm:
             {"out": jax.ShapeDtypeStruct((row_of_slot.shape[0], N), dtype)},
             aliases={"addend": "out"} if addend is not None and addend.dtype == dtype else None,
             workspace=workspace
-            + workspaces.lora(R, E, 0, N, 0 if self.lora_u is None else self.lora_u.shape[1], row_dtype),
+            + workspaces.lora(R, E, 0, N, 0 if self.lora_u is None else self.lora_u.shape[1], row_dtype)
+            + unpacked,
+            fp4=fp4_names({"w": self.w}),
             transpose_w=int(self.transpose_w),
             weight_early=int(self.early_weights is not None),
             skip_rest=int(self.skip_rest),
@@ -442,7 +471,7 @@ def ffn_forward_by_slot(config: FfnConfig, operands: FfnOperands, *, save: bool)
     Early weights are those of the operands; late weights are passed to the sum.
     """
     assert operands.slot_of_row is not None and operands.group_sizes is not None
-    inputs = operands.by_name() | dict.fromkeys(("w_out", "b_out", "w_out_q", "w_out_scales"))
+    inputs = operands.by_name() | dict.fromkeys(("w_out", "b_out", "w_out_q", "w_out_scales", "w_out_block_scales"))
     if operands.x_quantized is not None:
         inputs |= {"x_q": operands.x_quantized.q, "x_scales": operands.x_quantized.scales}
         if not operands.rank("in"):
@@ -464,6 +493,7 @@ def ffn_forward_by_slot(config: FfnConfig, operands: FfnOperands, *, save: bool)
         row_dtype=operands.x.dtype,
         lora_u=results["lora_z"],
         lora_b=None if operands.lora is None else operands.lora.b_out,
+        w_block_scales=operands.w_out_block_scales,
     )
     return y, Saved(results["h"], results["lora_u"])
 
@@ -592,7 +622,13 @@ def rows_gradient(config: FfnConfig, operands: FfnOperands, intermediate: Interm
             **options,
         )
     transposed = config.layouts.w_in.startswith("d")  # w_in is then [E, D, P F]
-    w_in = operands.w_in.reshape((E, D, P * F) if transposed else (E, P * F, D))
+    w_in, scales = operands.w_in, operands.w_in_block_scales
+    shape: tuple[int, ...] = (E, D, P * F) if transposed else (E, P * F, D)
+    if w_in.dtype == jnp.uint8:
+        shape = (*shape[:2], *w_in.shape[-2:])
+    if scales is not None:
+        options["w_block_scales"] = scales.reshape(E, -1, scales.shape[-1])
+    w_in = w_in.reshape(shape)
     return SlotGemm(dh.reshape(R, P * F), w_in, *row_arguments, transpose_w=transposed, **options)
 
 

@@ -96,9 +96,14 @@ def _quantize(
     return results["q"], results["q_transposed"], results["scales"]
 
 
-def quantize_matrix(w: jax.Array, fp8_scales: int, *, transposed: bool) -> QuantizedOperand:
-    """Q2 of w [E, D, N], or transposed [E, N, D]; the scales are those of [D, N] in both cases."""
-    q, q_transposed, scales = _quantize(w, (0, 1, 2), fp8_scales, not transposed, transposed)
+def quantize_matrix(
+    w: jax.Array, fp8_scales: int, *, transposed: bool, order: tuple[int, ...] = (0, 1, 2)
+) -> QuantizedOperand:
+    """Q2 of w [E, D, N], or transposed [E, N, D]; the scales are those of [D, N] in both cases.
+
+    order: the axes of w in the default order, [E, D, N] or [E, D, P, F].
+    """
+    q, q_transposed, scales = _quantize(w, order, fp8_scales, not transposed, transposed)
     chosen = q_transposed if transposed else q
     assert chosen is not None
     return QuantizedOperand(chosen, scales)

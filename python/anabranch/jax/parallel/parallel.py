@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from anabranch.exchange_sizes import capacity_of
 from anabranch.jax.binding import check
 from anabranch.jax.binding.sharding import Axes, array_axes, axes_with_type, current_mesh, spec_entry
+from anabranch.jax.ops.packed import weight_shape
 from anabranch.jax.ops.quantized import QuantizedExperts
 from anabranch.jax.parallel.exchange import Bounds
 from anabranch.jax.parallel.peers import Peers, concrete_mesh, peers_along, reason_against
@@ -18,6 +19,7 @@ from anabranch.jax.parallel.transports import TRANSPORTS, choose
 from anabranch.layouts import Layouts
 from anabranch.lora import Lora
 from anabranch.options import check_layouts
+from anabranch.packed import MX_BLOCK
 from anabranch.precision import BLOCK
 
 
@@ -114,7 +116,8 @@ class Parallel:
 
         Returns:
           PartitionSpecs by argument name; that of x shards its first dimension. Those of the fields of `lora` have the
-          names lora_a_in, lora_b_in, lora_a_out and lora_b_out.
+          names lora_a_in, lora_b_in, lora_a_out and lora_b_out. Codes of packed weights are sharded like the weights,
+          their scales as w_in_block_scales and w_out_block_scales say.
 
         Raises:
           ValueError: an unknown layout or field.
@@ -132,6 +135,8 @@ class Parallel:
             "w_out": PartitionSpec(*layouts.shape("w_out", e=ep, f=tp, d=fsdp)),
             "b_in": PartitionSpec(*layouts.shape("b_in", e=ep, p=None, f=tp)),
             "b_out": PartitionSpec(ep, fsdp),
+            "w_in_block_scales": PartitionSpec(*layouts.shape("w_in", e=ep, d=fsdp, p=None, f=tp)),
+            "w_out_block_scales": PartitionSpec(*layouts.shape("w_out", e=ep, f=tp, d=fsdp)),
             "expert_bias": PartitionSpec(None),
             "qb_bin_bounds": PartitionSpec(None),
             "lora_a_in": PartitionSpec(own["a_in"], fsdp, None),
@@ -219,7 +224,7 @@ def place(
         divide("x", "that dimension of tokens", number, axes)
     divide("x", "D", x.shape[-1], tuple(parallel.fsdp_axes))
     divide("w_in", "E", num_experts, (ep,) if ep else ())
-    F = layouts.sizes("w_in", arrays["w_in"].shape)["f"]
+    F = layouts.sizes("w_in", weight_shape(arrays["w_in"]))["f"]
     divide("w_in", "F", F, (tp,) if tp else ())
     if fp8:
         for dimension, number, axes in (("D", x.shape[-1], tuple(parallel.fsdp_axes)), ("F", F, (tp,) if tp else ())):
@@ -229,6 +234,7 @@ def place(
                     f'{size(*axes)}, the devices along {", ".join(map(repr, axes))}: with precision="fp8" a block of '
                     f"{BLOCK} has one scale, and must not be spread over devices"
                 )
+    _check_packed_shards(arrays, size, (("D", x.shape[-1], tuple(parallel.fsdp_axes)), ("F", F, (tp,) if tp else ())))
     factors = {name: arrays.get(f"lora_{name}") for name in Lora._fields}
     shared = tuple(n for n, factor in factors.items() if factor is not None and factor.shape[0] == 1 < num_experts)
     for name, spec in parallel.specs(*layouts, shared=shared).items():
@@ -270,6 +276,23 @@ def place(
         layouts=layouts,
         shared=shared,
     )
+
+
+def _check_packed_shards(arrays: dict[str, Any], size: Any, divided: Sequence[tuple[str, int, Axes]]) -> None:
+    """Refuses axes that would cut blocks of packed weights. divided: dimensions, their sizes and axes."""
+    for name, contracted in (("w_in", "D"), ("w_out", "F")):
+        if arrays.get(f"{name}_block_scales") is None:
+            continue
+        for dimension, number, axes in divided:
+            mxfp4 = arrays[name].dtype == "uint8"
+            block = MX_BLOCK if mxfp4 else BLOCK
+            if not axes or (mxfp4 and dimension != contracted) or number % (block * size(*axes)) == 0:
+                continue
+            raise ValueError(
+                f"{name}: got {check.describe(arrays[name])}, expected {dimension} a multiple of {block} times "
+                f"{size(*axes)}, the devices along {', '.join(map(repr, axes))}: a block of packed weights must not be "
+                "spread over devices"
+            )
 
 
 def _peer_mesh(parallel: Parallel) -> tuple[Mesh, Peers]:
@@ -344,6 +367,7 @@ def _token_axes(parallel: Parallel, x: jax.Array) -> tuple[Axes, ...]:
 def _check_spec(name: str, array: jax.Array, spec: PartitionSpec) -> None:
     """Refuses an explicit sharding other than the required one."""
     given = PartitionSpec(*(spec_entry(axes) for axes in array_axes(array)))
+    spec = PartitionSpec(*spec, *[None] * (array.ndim - len(spec)))
     if any(entry is not None for entry in given) and given != spec:
         raise ValueError(f"{name}: got {check.describe(array)} sharded as {given}, expected {spec}")
 

@@ -99,6 +99,8 @@ class Native:
         self.library, self.on_cuda = library, torch_cuda is not None
         self.dtypes = {}
         for name in _library.DTYPES:
+            if name in _library.VIEW_DTYPES:
+                continue
             number = getattr(torch_cpu, f"aoti_torch_dtype_{name}", None)
             if number is None:
                 raise _Unavailable(f"torch {torch.__version__} has no function aoti_torch_dtype_{name}")

@@ -26,6 +26,7 @@ from anabranch.torch.ops import torch_ops
 from anabranch.torch.ops.experts import cast_weight
 from anabranch.torch.ops.factors import factor_arguments
 from anabranch.torch.ops.gradients import FROM_DH, OPERANDS, request
+from anabranch.torch.ops.packed import oriented_backward
 from anabranch.torch.ops.quantized import backward_operands, forward_operands
 from anabranch.torch.ops.router import logits_gradient
 
@@ -112,7 +113,7 @@ def _saved(config: LayerConfig, o: Operands, result: LayerOutput) -> tuple[Tenso
         *(result.h, result.logits if o.logits is None else o.logits),
         *(result.row_of_slot, result.slot_of_row, result.group_sizes, result.maps),
         *(None if o.lora_a_in is None else result.lora_u, result.lora_copies if has_adapters else None, *o.factors()),
-        *(() if o.quantized_w_in is None else backward_operands(o.quantized())),
+        *(() if o.quantized() is None else backward_operands(o.quantized())),
     )
 
 
@@ -258,6 +259,7 @@ def _backward(
     row_of_slot, slot_of_row, group_sizes = maps
     if lse is None:
         lse = x.new_empty((0,), dtype=torch.float32)
+    quantized = oriented_backward(config.network, w_in, w_out, quantized)
     needs, dtype = dict.fromkeys(_DIFFERENTIABLE, False) | dict(needs), x.dtype
     through_gate = gate is not None and (needs["x"] or needs["gate"] or needs["gate_bias"])
     needs_logits = through_gate or needs["logits"]

@@ -18,26 +18,29 @@ from anabranch.lora import (
     factor_shapes,
 )
 from anabranch.options import check_layouts
+from anabranch.packed import check_plain, parts_of
 from anabranch.torch.binding import check
 from anabranch.torch.layer.module import MoE
 from anabranch.torch.layer.parameters import factor_uniform_
+from anabranch.torch.ops.packed import Packed, check_weight, device_operands, shape_of
 
 Module = TypeVar("Module", bound=nn.Module)
 
 
 def _sizes(layouts: Layouts, w_in: Any, w_out: Any) -> dict[str, int]:
-    """Checks weights and returns their sizes "e", "d", "p" and "f"."""
-    w_in = check.tensor("w_in", w_in, check.FLOATS, layouts.shape("w_in", e="E", d="D", p="P", f="F"))
-    sizes = layouts.sizes("w_in", w_in.shape)
+    """Checks weights, plain or packed, and returns their sizes "e", "d", "p" and "f"."""
+    w_in = check_weight("w_in", w_in, check.FLOATS, layouts, e="E", d="D", p="P", f="F")
+    sizes = layouts.sizes("w_in", shape_of(w_in))
     E, D, F = ("E", sizes["e"]), ("D", sizes["d"]), ("F", sizes["f"])
-    w_out = check.tensor("w_out", w_out, check.FLOATS, layouts.shape("w_out", e=E, f=F, d=D))
-    check.same_device("w_in", w_in, w_out=w_out)
+    w_out = check_weight("w_out", w_out, check.FLOATS, layouts, e=E, f=F, d=D)
+    (name, first), *others = {**device_operands("w_in", w_in), **device_operands("w_out", w_out)}.items()
+    check.same_device(name, first, **dict(others))
     return sizes
 
 
 def init_lora(
-    w_in: Tensor,
-    w_out: Tensor,
+    w_in: Tensor | Packed,
+    w_out: Tensor | Packed,
     rank: int,
     *,
     projections: Sequence[str] = PROJECTIONS,
@@ -50,7 +53,8 @@ def init_lora(
     """New adapters that do not change the experts: B is 0, and A is uniform in +-1/sqrt(its inputs), as in PEFT.
 
     Args:
-      w_in, w_out: the experts' weights, float [E, D, 2 or 1, F] and [E, F, D]; only shapes and device are read.
+      w_in, w_out: the experts' weights, float [E, D, 2 or 1, F] and [E, F, D], or packed; only shapes and device
+        are read.
       rank: of both adapters, at least 1.
       projections: "in" and "out", or one of them.
       shared: the fields of `Lora` that all experts share, for example ("a_in",).
@@ -74,7 +78,7 @@ def init_lora(
     rank = check.integer("rank", rank, 1, check.INDEX_LIMIT - 1)
     projections = check_names_of("projections", projections, PROJECTIONS)
     shared = check_names_of("shared", shared, Lora._fields)
-    dtype, device = check.float_dtype("dtype", dtype), w_in.device
+    dtype, device = check.float_dtype("dtype", dtype), parts_of(w_in)[0].device
     if generator is not None and not isinstance(generator, torch.Generator):
         raise TypeError(f"generator: got {check.describe(generator)}, expected a torch.Generator or None")
     if generator is not None and device.type not in ("meta", generator.device.type):
@@ -102,7 +106,7 @@ def merge_lora(
     for inference only.
 
     Args:
-      w_in, w_out, w_in_layout, w_out_layout: as for `init_lora`.
+      w_in, w_out, w_in_layout, w_out_layout: as for `init_lora`, but not packed.
       lora: the adapters.
       lora_scale: as in `moe`.
 
@@ -118,6 +122,7 @@ def merge_lora(
     >>> merge_lora(torch.ones(1, 1, 1, 1), torch.ones(1, 1, 1), lora, 0.5)[1].tolist()
     [[[1.5]]]
     """
+    check_plain(w_in=w_in, w_out=w_out)
     layouts = check_layouts(w_in_layout, w_out_layout)
     checked = check_lora(check.tensor, check.FLOATS, lora, _sizes(layouts, w_in, w_out))
     s_in, s_out = check_scales(lora_scale, checked)

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from anabranch.lora import NAMES as LORA_NAMES
 from anabranch.lora import PROJECTIONS, Lora, NewLora, factor_shapes, new_lora
 from anabranch.options import MODULE_NAMES, LayerOptions, ModuleKeywords, check_names, takes_options
-from anabranch.precision import FP8, check_fp8_widths, dense_precision
+from anabranch.packed import check_kind, is_packed, parts_of
+from anabranch.precision import BLOCK, FP8, check_fp8_widths, dense_precision
 from anabranch.replay import Replay, fields_of
 from anabranch.torch.binding import check, private
 from anabranch.torch.binding.autocast import as_autocast
@@ -21,9 +22,17 @@ from anabranch.torch.binding.group import check_group, local_part, summed, with_
 from anabranch.torch.layer.called_gate import fork
 from anabranch.torch.layer.counts import add_counts
 from anabranch.torch.layer.moe import LayerTensors, MoEOutput, checked_config, run_layer
+from anabranch.torch.layer.packed_buffers import (
+    add_buffers,
+    buffer_names,
+    fill_buffers,
+    read_buffers,
+    with_dtypes_kept,
+)
 from anabranch.torch.layer.parameters import Initializer, check_plain, draw, factor_uniform_, fan_in_normal_
 from anabranch.torch.layer.submodules import Gate, OnRanks, SharedExpert, is_plain
 from anabranch.torch.layer.wrapping import check_wrapping
+from anabranch.torch.ops.packed import shape_of
 from anabranch.torch.ops.quantile import host_bounds, quantile_bias
 from anabranch.torch.ops.quantized import QuantizedExperts, check_current, quantize_experts
 from anabranch.torch.parallel.parallel import check_parallel, check_ranks, sharded
@@ -55,6 +64,16 @@ class MoE(OnRanks):
     | `shared_expert_gate.weight` | [1, D] | with `shared_gate` |
     | `lora_a_in`, `lora_b_in` | [E, D, r], [E, r, 2 or 1, F] | with `lora_rank` r |
     | `lora_a_out`, `lora_b_out` | [E, F, r], [E, r, D] | with `lora_rank` r |
+
+    With `packed` the two weights of the experts are buffers instead of parameters. They have no gradient and keep their
+    dtypes under `.to(dtype)`:
+
+    | name | shape | condition |
+    |---|---|---|
+    | `gate_up_proj_codes`, `gate_up_proj_scales` | uint8 [E, 2 F, D/32, 16], uint8 [E, 2 F, D/32] | "mxfp4" |
+    | `down_proj_codes`, `down_proj_scales` | uint8 [E, D, F/32, 16], uint8 [E, D, F/32] | "mxfp4" |
+    | `gate_up_proj_q`, `gate_up_proj_scales` | float8_e4m3fn [E, 2 F, D], float32 [E, 2 F/128, D/128] | "fp8_blocks" |
+    | `down_proj_q`, `down_proj_scales` | float8_e4m3fn [E, D, F], float32 [E, D/128, F/128] | "fp8_blocks" |
 
     With `group`, a rank holds E/P experts.
 
@@ -96,6 +115,8 @@ class MoE(OnRanks):
         layer.
       lora_alpha: the adapters are multiplied by lora_alpha / lora_rank; None: by 1.
       lora_shared: the fields of `Lora` that all experts share, [1, ...] instead of [E, ...].
+      packed: "mxfp4" or "fp8_blocks": the experts' weights are packed and frozen, for loading packed checkpoints;
+        `pack_experts` packs those of an existing layer. None: they are parameters.
       dtype: dtype of the computation, float32, bfloat16 or float16, also under torch.autocast. None: the dtype of the
         input, or for a float32 input under torch.autocast the autocast dtype.
       param_dtype: dtype of the parameters; None: torch's default dtype.
@@ -163,6 +184,7 @@ class MoE(OnRanks):
         lora_rank: int = 0,
         lora_alpha: float | None = None,
         lora_shared: Sequence[str] = (),
+        packed: str | None = None,
         dtype: torch.dtype | None = None,
         param_dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
@@ -205,7 +227,11 @@ class MoE(OnRanks):
         number = checked_config(self.options, E, self.parts, loss_group).network.precision
         if number == FP8:
             check_fp8_widths("hidden_features", f"{F} beside in_features {D}", in_features=D, hidden_features=F)
+        widths = dict(in_features=D, hidden_features=F)
+        self.packed = check_kind(packed, self.options.layouts(), self.options.precision, **widths)
         self.group, mesh = check_ranks(group)
+        if self.packed is not None and mesh is not None:
+            raise ValueError("group: got a DeviceMesh with packed experts, expected a process group")
         self.parallel_options: dict[str, Any] = dict(
             group=self.group, transport=transport, capacity_factor=capacity_factor, fp8_exchange=fp8_exchange
         )
@@ -225,10 +251,13 @@ class MoE(OnRanks):
             self.register_parameter(name, None if value is None else nn.Parameter(sharded(value, mesh)))
 
         self.gate = Gate(D, E, use_gate_bias, self.kernel_init, self.group, **factory)
-        parameter(self.up_name, True, self.parts * F, D)
+        parameter(self.up_name, self.packed is None, self.parts * F, D)
         parameter(f"{self.up_name}_bias", use_bias, self.parts * F)
-        parameter("down_proj", True, D, F)
+        parameter("down_proj", self.packed is None, D, F)
         parameter("down_proj_bias", use_bias, D)
+        if self.packed is not None:
+            for name, shape in self._shapes().items():
+                add_buffers(self, name, self.packed, shape, device)
         self.shared_expert: nn.Module | None = None
         if S:
             dense: dict[str, Any] = dict(
@@ -265,6 +294,40 @@ class MoE(OnRanks):
         if self.options.qb_bins is not None:
             self.qb_histogram = torch.zeros(self.num_experts, self.options.qb_bins, **kind)
 
+    def _shapes(self) -> dict[str, tuple[int, int, int]]:
+        """The shapes of this rank's matrices by the names of their parameters."""
+        E, F, D = self.local_experts, self.hidden_features, self.in_features
+        return {self.up_name: (E, self.parts * F, D), "down_proj": (E, D, F)}
+
+    def _packed_names(self) -> tuple[str, ...]:
+        """The buffers of packed weights."""
+        packed = self.packed
+        return () if packed is None else tuple(n for name in self._shapes() for n in buffer_names(name, packed))
+
+    def _check_packable(self, packed: str) -> None:
+        """Raises ValueError if the layer's weights cannot be packed."""
+        if self.packed is not None:
+            raise ValueError(f"module: got a layer with packed={self.packed!r}, expected one with plain weights")
+        for name in self._shapes():
+            weight = getattr(self, name)
+            if not isinstance(weight, nn.Parameter) or hasattr(weight, "device_mesh"):
+                raise ValueError(
+                    f"module: got a layer whose {name} is no plain parameter, expected pack_experts before "
+                    "fully_shard, parametrizations and adapters of other libraries"
+                )
+        widths = dict(in_features=self.in_features, hidden_features=self.hidden_features)
+        check_kind(packed, self.options.layouts(), self.options.precision, **widths)
+
+    def _pack(self, packed: str) -> None:
+        """Replaces the weights by packed ones."""
+        for name, shape in self._shapes().items():
+            weight = getattr(self, name)
+            setattr(self, name, None)
+            add_buffers(self, name, packed, shape, weight.device)
+            if not weight.is_meta:
+                fill_buffers(self, name, packed, weight)
+        self.packed = packed
+
     def _check_without_lora(self) -> None:
         """Raises ValueError if the layer cannot get adapters."""
         if self.lora.rank:
@@ -279,7 +342,8 @@ class MoE(OnRanks):
         self.options = dataclasses.replace(self.options, lora_scale=lora.scale)
         self.options_of_forced = self.options.without_selection()
         sizes = dict(e=self.local_experts, d=self.in_features, p=self.parts, f=self.hidden_features)
-        device, mesh = local_part(self.down_proj).device, getattr(self.down_proj, "device_mesh", None)
+        weight = self.down_proj if self.packed is None else getattr(self, self._packed_names()[0])
+        device, mesh = local_part(weight).device, getattr(weight, "device_mesh", None)
         for field, shape in factor_shapes(sizes, lora.rank, PROJECTIONS, lora.shared).items():
             value = torch.empty(shape, dtype=torch.float32, device=device)
             setattr(self, f"lora_{field}", nn.Parameter(sharded(value, None if field in lora.shared else mesh)))
@@ -304,6 +368,14 @@ class MoE(OnRanks):
                 value.zero_()
             elif name not in LORA_NAMES:
                 draw(self.kernel_init, value, self.num_experts, self.rank * self.local_experts)
+        if self.packed is not None:
+            for name, shape in self._shapes().items():
+                buffer = getattr(self, buffer_names(name, self.packed)[0])
+                if buffer.is_meta:
+                    continue
+                weights = torch.empty(shape, dtype=self.param_dtype, device=buffer.device)
+                draw(self.kernel_init, weights, self.num_experts, self.rank * self.local_experts)
+                fill_buffers(self, name, self.packed, weights)
         self._reset_factors()
         if self.expert_bias is not None:
             self.expert_bias.zero_()
@@ -319,7 +391,7 @@ class MoE(OnRanks):
           ValueError: a tensor is computed from others, by a parametrization or pruning. Then no parameter is changed.
         """
         own = [module for module in self.modules() if isinstance(module, Gate | SharedExpert)]
-        check_plain(self, self.up_name, f"{self.up_name}_bias", "down_proj", "down_proj_bias", *LORA_NAMES)
+        check_plain(self, *self._shapes(), f"{self.up_name}_bias", "down_proj_bias", *LORA_NAMES)
         for module in own:
             module.check_plain()
         for module in own:
@@ -329,7 +401,7 @@ class MoE(OnRanks):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "MoE":
         before = self.expert_bias
-        super()._apply(fn, recurse)
+        with_dtypes_kept(self, self._packed_names(), lambda: super(MoE, self)._apply(fn, recurse))
         if before is None or self.expert_bias is None:
             return self
         if self.expert_bias.dtype != torch.float32:  # 16-bit dtypes lose steps of 1e-3
@@ -453,21 +525,21 @@ class MoE(OnRanks):
         lora = self._lora()
         if self.group is not None:
             of_experts = [f for name, f in lora._asdict().items() if name not in self.lora.shared]
-            weights = (w_in, w_out, up_bias, self.down_proj_bias, *of_experts)
+            weights = (parts_of(w_in)[0], parts_of(w_out)[0], up_bias, self.down_proj_bias, *of_experts)
             check_wrapping(self, self.group, list(self._expert_tensors().values()), weights)
             if self.local_experts == 1:  # `run_layer` cannot tell a shared factor from that of the only expert
                 shared = with_summed_gradients(self.group, *(getattr(lora, name) for name in self.lora.shared))
                 lora = lora._replace(**dict(zip(self.lora.shared, shared, strict=True)))
         check_current(quantized, w_in, w_out)
 
-        def weight(value: Tensor) -> Tensor:  # float32 weights get unrounded gradients
-            return value if value.dtype == torch.float32 else value.to(x.dtype)
+        def weight(value: Any) -> Any:  # float32 weights get unrounded gradients
+            return value if is_packed(value) or value.dtype == torch.float32 else value.to(x.dtype)
 
         tensors = LayerTensors(
             x=x,
             w_in=weight(w_in),
             w_out=weight(w_out),
-            b_in=None if up_bias is None else local_part(up_bias).to(x.dtype).reshape(w_in.shape[:-1]),
+            b_in=None if up_bias is None else local_part(up_bias).to(x.dtype).reshape(shape_of(w_in)[:-1]),
             b_out=None if self.down_proj_bias is None else local_part(self.down_proj_bias).to(x.dtype),
             lora=None if not self.lora.rank else Lora(*(f if f is None else weight(f) for f in lora)),
         )
@@ -495,7 +567,7 @@ class MoE(OnRanks):
           replay: its field of this name.
         """
         gate = self.gate
-        if self.group is not None or not is_plain(gate):
+        if self.group is not None or self.packed is not None or not is_plain(gate):
             return None
         assert isinstance(gate, Gate)
         up, down, up_bias, down_bias = [
@@ -537,9 +609,16 @@ class MoE(OnRanks):
         output = _called("shared_expert", self.shared_expert, tuple(x.shape), x, **given).to(x.dtype)
         return output if token_mask is None else torch.where(token_mask[..., None], output, 0)
 
-    def _matrices(self) -> tuple[Tensor, Tensor]:
+    def _matrices(self) -> tuple[Any, Any]:
         """w_in and w_out of this rank's experts, as arguments of `moe`."""
         E, F, D = self.local_experts, self.hidden_features, self.in_features
+        if self.packed is not None:
+            packed_up, packed_down = (read_buffers(self, name, self.packed) for name in self._shapes())
+            parts = (F, 2) if self.interleaved else (self.parts, F)
+            # The rows of gate and up become two axes. FP8 blocks do not mix them, so neither do the rows of scales.
+            rows_of_scales = parts if self.packed == "mxfp4" else (self.parts, F // BLOCK)
+            views = (t.unflatten(1, rows) for t, rows in zip(packed_up, (parts, rows_of_scales), strict=True))
+            return type(packed_up)(*views), packed_down
         # reshape accepts any shape with the right number of elements, so these are checked here; `moe` checks the
         # others.
         up, up_bias = local_part(getattr(self, self.up_name)), getattr(self, self.up_bias_name)
@@ -567,6 +646,8 @@ class MoE(OnRanks):
         """
         if (precision := self.options.precision) != "fp8":
             raise ValueError(f'quantized: got a layer with precision={precision!r}, expected "fp8"')
+        if self.packed is not None:
+            raise ValueError(f"quantized: got a layer with packed={self.packed!r}, whose weights are quantised already")
         names = ("fp8_scales", "w_in_layout", "w_out_layout")
         options = {name: getattr(self.options, name) for name in names}
         return quantize_experts(*self._matrices(), **options, gradients=gradients)
@@ -679,6 +760,7 @@ class MoE(OnRanks):
                 lora_rank=self.lora.rank,
                 lora_alpha=self.lora.scale * self.lora.rank if self.lora.rank else None,
                 lora_shared=self.lora.shared,
+                packed=self.packed,
                 dtype=self.dtype,
             )
         )

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from anabranch.lora import Lora
 from anabranch.options import LAYER_NAMES, LayerKeywords, LayerOptions, RouterOptions, check_names, takes_options
-from anabranch.precision import FP8, precision_number
+from anabranch.packed import parts_of
+from anabranch.precision import precision_number
 from anabranch.replay import Replay, check_replay, fields_of
 from anabranch.torch.binding import check, private
 from anabranch.torch.binding.autocast import as_autocast, match_autocast
@@ -34,6 +35,7 @@ from anabranch.torch.layer.operands import (
 from anabranch.torch.layer.replay import needs_two_calls
 from anabranch.torch.ops.balance import load_balance_loss, mean_of_squares
 from anabranch.torch.ops.experts import check_experts, check_network_lora
+from anabranch.torch.ops.packed import Packed, check_frozen, describe_weight, packed_operands
 from anabranch.torch.ops.quantized import QuantizedExperts, check_current, check_fp8_operands
 from anabranch.torch.ops.router import quantile_operand, router_operands
 from anabranch.torch.parallel.parallel import check_parallel, place
@@ -108,8 +110,8 @@ def checked_config(
 def moe(
     x: Tensor,
     gate: Tensor,
-    w_in: Tensor,
-    w_out: Tensor,
+    w_in: Tensor | Packed,
+    w_out: Tensor | Packed,
     *,
     topk: int,
     gate_bias: Tensor | None = None,
@@ -140,7 +142,8 @@ def moe(
       gate: [D, E] float; logits are accumulated and kept in float32.
       w_in: [E, D, 2, F] (gate and up columns), or [E, D, 1, F] for ungated experts; dtype of x, or float32.
       w_out: [E, F, D]; dtype of x, or float32. In a 16-bit layer, float32 weights are rounded for the GEMMs; their
-        gradients are the float32 sums, not rounded.
+        gradients are the float32 sums, not rounded. w_in and w_out, each by itself, may be packed: an `Mxfp4` or an
+        `Fp8Blocks`. The layer then is that on `unpack(w, x.dtype)`, and packed weights have no gradient.
       topk: K, experts per token, 1 <= K <= E.
       gate_bias: [E] float, added to the logits; None: 0.
       expert_bias: [E] float, added to the scores for selection only; has no gradient.
@@ -273,18 +276,22 @@ def run_layer(
       others: as in `moe`.
     """
     (
-        x, w_in, w_out, b_in, b_out, gate, gate_bias, expert_bias, token_mask, forced_experts, replay, logits, port,
-        lora,
+        x, given_in, given_out, b_in, b_out, gate, gate_bias, expert_bias, token_mask, forced_experts, replay, logits,
+        port, lora,
     ) = tensors  # fmt: skip
+    (w_in, scales_in), (w_out, scales_out) = parts_of(given_in), parts_of(given_out)
     parallel = check_parallel(group, transport, capacity_factor, fp8_exchange, precision_number(options.precision))
     ranks = 1 if parallel is None else parallel.ranks
     has_loss_group = check_group("loss_group", loss_group) is not None
     per_token = (x, token_mask, forced_experts, logits, port)
-    matrices = (w_in, w_out, b_in, b_out, gate, gate_bias, expert_bias, *factors_of(lora))
+    matrices = (w_in, w_out, b_in, b_out, gate, gate_bias, expert_bias, *factors_of(lora), scales_in, scales_out)
     config, router, coefficients = _check_cache.check(
         per_token if replay is None else (*per_token, *fields_of(replay)),
         matrices if quantized is None else (*matrices, *quantized_fields(quantized).values()),
-        (ranks, has_loss_group, type(quantized), type(lora), type(replay), are_parameters),
+        (
+            *(ranks, has_loss_group, type(quantized), type(lora), type(replay), are_parameters),
+            *(type(given_in), type(given_out)),
+        ),
         lambda: _checked(
             options,
             ranks,
@@ -296,6 +303,10 @@ def run_layer(
     )
     if quantized is not None:
         check_current(quantized, w_in, w_out)
+    if scales_in is not None or scales_out is not None:
+        check_frozen("w_in", given_in)
+        check_frozen("w_out", given_out)
+        w_in, w_out, quantized = packed_operands(config.network, given_in, given_out, quantized)
     leading, tokens = x.shape[:-1], flat(x)
     assert tokens is not None
     bounds = quantile_operand(router, x, expert_bias, qb_bin_bounds)
@@ -310,7 +321,7 @@ def run_layer(
         tokens, w_in, w_out, b_in, b_out, gate, gate_bias, None, expert_bias, flat(token_mask, 0),
         *_flat_replay(replay), None, bounds, flat(logits), flat(port), *(() if lora is None else lora),
     )  # fmt: skip
-    if quantized is not None and config.network.precision == FP8:
+    if quantized is not None:
         operands = operands._replace(**quantized_fields(quantized))
     result: LayerOutput | GroupOutput
     zero = None
@@ -365,7 +376,7 @@ def _checked(options: LayerOptions, ranks: int, tensors: LayerTensors, quantized
     sizes = check_experts(layouts, t.x, dtypes, t.w_in, t.w_out, t.b_in, t.b_out)
     local, _, parts, _ = sizes
     if local < 1:
-        raise ValueError(f"w_in: got {check.describe(t.w_in)}, expected at least one expert")
+        raise ValueError(f"w_in: got {describe_weight(t.w_in)}, expected at least one expert")
     E = local * ranks
     if t.logits is None:
         check.tensor("gate", t.gate, check.FLOATS, (("D", D), ("E", E)))
@@ -374,9 +385,10 @@ def _checked(options: LayerOptions, ranks: int, tensors: LayerTensors, quantized
     dtypes, shape = (torch.float32, torch.bool), (*leading, router.topk)
     replay = check_replay(check.indices, check.optional_tensor, dtypes, t.replay, forced, shape)
     config = checked_config(options, E, parts, loss_group, check_network_lora(t.lora, t.x, sizes))
+    assert config.router is not None
     if replay is not None and needs_two_calls(router, replay, t.expert_bias):
         config = config._replace(number=-1)  # native operations call the router once
-    check_fp8_operands(config.network.precision, layouts, "x", t.x, t.w_in, quantized)
+    check_fp8_operands(config.network.precision, layouts, "x", t.x, t.w_in, t.w_out, quantized)
     check.optional_tensor("gate_bias", t.gate_bias, check.FLOATS, (("E", E),))
     names = ("gate", "gate_bias", "expert_bias", "token_mask", "forced_experts")
     check.same_device("x", t.x, **{name: getattr(t, name) for name in names})

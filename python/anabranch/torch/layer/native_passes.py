@@ -20,6 +20,7 @@ from anabranch.torch.ops.experts import cast_weight
 from anabranch.torch.ops.experts_ops import QUANTIZED
 from anabranch.torch.ops.factors import FACTORS, factor_arguments
 from anabranch.torch.ops.gradients import request
+from anabranch.torch.ops.packed import oriented_backward
 from anabranch.torch.ops.packed_ops import add_packed_operations, unpacked
 from anabranch.torch.ops.quantized import forward_operands
 
@@ -69,7 +70,7 @@ def forward(config: LayerConfig, o: Operands) -> LayerOutput:
     results = _layer_forward(
         o.x, o.gate, o.weights, o.experts, o.expert_bias, o.token_mask, o.replay_experts, o.qb_bin_bounds,
         cast_weight(config.network, o.w_in, dtype), o.b_in, cast_weight(config.network, o.w_out, dtype), o.b_out,
-        *((None,) * 4 if o.quantized_w_in_transposed is None else forward_operands(o.quantized())),
+        *forward_operands(o.quantized()),
         *factor_arguments(o.factors()), config.number,
     )  # fmt: skip
     *of_caller, h, u, copies, maps, logits, dropped_by_source, zero = results
@@ -94,6 +95,7 @@ def backward(
     """Gradients by operand name, for a router whose weights have no cotangent. saved: see `forward._Saved`."""
     s, mask, x = saved, saved.token_mask, saved.x
     tokens = x if mask is None else torch.where(mask[:, None], x, 0)  # 0 * NaN would be NaN
+    quantized = oriented_backward(config.network, s.w_in, s.w_out, quantized)
     gradients = _layer_backward(
         torch.zeros_like(x) if d_output is None else d_output, *d_sums, tokens, s.gate, x,
         cast_weight(config.network, s.w_in, x.dtype), cast_weight(config.network, s.w_out, x.dtype), s.b_in, s.b_out,

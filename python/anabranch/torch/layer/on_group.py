@@ -22,6 +22,7 @@ from anabranch.torch.ops import torch_ops
 from anabranch.torch.ops.experts import cast_weight
 from anabranch.torch.ops.factors import factor_arguments
 from anabranch.torch.ops.gradients import FROM_DH, OPERANDS, request
+from anabranch.torch.ops.packed import oriented_backward
 from anabranch.torch.ops.quantized import backward_operands, forward_operands
 from anabranch.torch.ops.router import logits_gradient
 from anabranch.torch.parallel.alike import compare_options
@@ -118,7 +119,7 @@ def _forward(config: GroupConfig, operands: Operands) -> GroupOutput:
     by_source = dropped.new_zeros(ranks.ranks)
     by_source[ranks.rank] = invalid + dropped
     own = counts, by_source, histogram
-    packed = torch.cat([values.reshape(-1) for values in own])
+    joined = torch.cat([values.reshape(-1) for values in own])
     network = (
         cast_weight(layer.network, operands.w_in, x.dtype),
         operands.b_in,
@@ -128,7 +129,7 @@ def _forward(config: GroupConfig, operands: Operands) -> GroupOutput:
         *factor_arguments(operands.factors()),
         *_network(config, passes.topk),
     )
-    passed = passes.experts(x, sending, remaining, weights, packed, network, layer.network.weight_early)
+    passed = passes.experts(x, sending, remaining, weights, joined, network, layer.network.weight_early)
     if layer.router is None:
         weights, experts = no_floats.clone(), no_integers.clone()
     elif operands.gate is None:
@@ -191,7 +192,7 @@ def _backward(ctx, d):
     needs = dict(zip(Operands._fields, ctx.needs_input_grad[1:], strict=True))
     d_output = torch.zeros_like(x) if d["output"] is None else d["output"]
     up, down = (cast_weight(layer.network, w, dtype) for w in (w_in, w_out))
-    quantized = w_in_q, w_in_scales, w_out_q, w_out_scales
+    quantized = oriented_backward(layer.network, w_in, w_out, (w_in_q, w_in_scales, w_out_q, w_out_scales))
     factors = factor_arguments((lora_a_in, lora_b_in, lora_a_out, lora_b_out), lora_copies)
     network = *quantized, *factors, *_network(config, passes.topk)
     # Every rank sends the gradient of x, and of the weights, back to the tokens.

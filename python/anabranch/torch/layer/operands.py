@@ -122,7 +122,7 @@ class Operands(NamedTuple):
     lora_a_out: Tensor | None = None
     lora_b_out: Tensor | None = None
     quantized_w_in: Tensor | None = None
-    """This field and those below are the fields of a QuantizedExperts."""
+    """This field and those below are the fields of a QuantizedExperts, or the scales of packed weights."""
     quantized_w_in_transposed: Tensor | None = None
     quantized_w_in_scales: Tensor | None = None
     quantized_w_out: Tensor | None = None

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from anabranch.lora import Lora, operand_fields
 from anabranch.options import ROUTED_NAMES, RoutedKeywords, RoutedOptions, check_names, takes_options
-from anabranch.precision import FP8, precision_number
+from anabranch.packed import parts_of
+from anabranch.precision import precision_number
 from anabranch.rows import check_num_slots
 from anabranch.torch.binding import check
 from anabranch.torch.binding.autocast import as_autocast, match_autocast
@@ -25,6 +26,7 @@ from anabranch.torch.layer.operands import (
     with_shared_gradients,
 )
 from anabranch.torch.ops.experts import check_experts, check_network_lora
+from anabranch.torch.ops.packed import Packed, check_frozen, describe_weight, packed_operands
 from anabranch.torch.ops.quantized import QuantizedExperts, check_current, check_fp8_operands
 from anabranch.torch.parallel.parallel import check_parallel, place
 
@@ -51,8 +53,8 @@ def routed_experts(
     x: Tensor,
     experts: Tensor,
     weights: Tensor,
-    w_in: Tensor,
-    w_out: Tensor,
+    w_in: Tensor | Packed,
+    w_out: Tensor | Packed,
     *,
     b_in: Tensor | None = None,
     b_out: Tensor | None = None,
@@ -76,7 +78,7 @@ def routed_experts(
       experts: int16, int32 or int64 [..., K], K >= 1. An index outside [0, E) is no expert. An index may repeat.
       weights: float32, bfloat16 or float16 [..., K]; any numbers.
       w_in: [E, D, 2, F] (gate and up columns), or [E, D, 1, F] for ungated experts; dtype of x, or float32.
-      w_out: [E, F, D]; dtype of x, or float32, as in `moe`.
+      w_out: [E, F, D]; dtype of x, or float32, as in `moe`. Both may be packed, as in `moe`.
       b_in: [E, 2 or 1, F], b_out: [E, D]; dtype of x.
       quantized: with precision "fp8", the result of `quantize_experts` for w_in and w_out; None: as in `moe`.
       lora: low-rank adapters of w_in and w_out, or None, as in `moe`; see `Lora`.
@@ -113,14 +115,18 @@ def routed_experts(
     given = cached_options(RoutedOptions, **options)
     parallel = check_parallel(group, transport, capacity_factor, fp8_exchange, precision_number(given.precision))
     ranks = 1 if parallel is None else parallel.ranks
+    arrays = (*parts_of(w_in), *parts_of(w_out))
     config: LayerConfig = _check_cache.check(
         (x, experts, weights),
-        (w_in, w_out, b_in, b_out, *factors_of(lora), *quantized_fields(quantized).values()),
-        (ranks, type(quantized), type(lora)),
+        (*arrays, b_in, b_out, *factors_of(lora), *quantized_fields(quantized).values()),
+        (ranks, type(quantized), type(lora), type(w_in), type(w_out)),
         lambda: _checked(given, ranks, (x, w_in, w_out, b_in, b_out, experts, weights, lora), quantized),
         given,
     )
     check_current(quantized, w_in, w_out)
+    check_frozen("w_in", w_in)
+    check_frozen("w_out", w_out)
+    w_in, w_out, quantized = packed_operands(config.network, w_in, w_out, quantized)
     leading, K, experts = x.shape[:-1], experts.shape[-1], check.as_indices(experts)
     tokens = flat(x)
     assert tokens is not None
@@ -135,7 +141,7 @@ def routed_experts(
         weights=flat(weights.float()),
         experts=flat(experts),
         **operand_fields(lora),
-        **quantized_fields(quantized if config.network.precision == FP8 else None),
+        **quantized_fields(quantized),
     )
     if parallel is None:
         result = fused_layer(config, operands)
@@ -158,7 +164,7 @@ def _checked(options: RoutedOptions, ranks: int, tensors: tuple[Any, ...], quant
     sizes = check_experts(layouts, x, dtypes, w_in, w_out, b_in, b_out)
     local, _, parts, _ = sizes
     if local < 1:
-        raise ValueError(f"w_in: got {check.describe(w_in)}, expected at least one expert")
+        raise ValueError(f"w_in: got {describe_weight(w_in)}, expected at least one expert")
     experts = check.tensor("experts", experts, check.INDICES, (*leading, "K"))
     K = experts.shape[-1]
     if K < 1:
@@ -167,7 +173,7 @@ def _checked(options: RoutedOptions, ranks: int, tensors: tuple[Any, ...], quant
     check.tensor("weights", weights, check.FLOATS, (*leading, ("K", K)))
     check.same_device("x", x, experts=experts, weights=weights)
     checked = options.experts(parts, K, check_network_lora(lora, x, sizes))
-    check_fp8_operands(checked.precision, layouts, "x", x, w_in, quantized)
+    check_fp8_operands(checked.precision, layouts, "x", x, w_in, w_out, quantized)
     return layer_config(None, checked, local * ranks, options.checked_align_size())
 
 

@@ -20,6 +20,15 @@ from anabranch.torch.binding.autograd import Function
 from anabranch.torch.ops import torch_ops
 from anabranch.torch.ops.factors import factor_arguments, stored_factors
 from anabranch.torch.ops.gradients import OPERANDS, request
+from anabranch.torch.ops.packed import (
+    Packed,
+    check_weight,
+    describe_weight,
+    device_operands,
+    oriented_backward,
+    packed_operands,
+    shape_of,
+)
 from anabranch.torch.ops.quantized import (
     QuantizedExperts,
     as_quantized_experts,
@@ -28,6 +37,7 @@ from anabranch.torch.ops.quantized import (
     check_fp8_operands,
     forward_operands,
 )
+from anabranch.torch.ops.weights_ops import PACKED_DTYPES
 
 
 def check_experts(
@@ -43,17 +53,19 @@ def check_experts(
     """Checks weights and biases of the experts against x [..., D] and returns (E, D, P, F)."""
     experts = "E" if num_experts is None else ("E", num_experts)
     D, dtype = ("D", x.shape[-1]), (x.dtype,)
-    w_in = check.tensor("w_in", w_in, weight_dtypes, layouts.shape("w_in", e=experts, d=D, p="2 or 1", f="F"))
-    sizes = layouts.sizes("w_in", w_in.shape)
+    w_in = check_weight("w_in", w_in, weight_dtypes, layouts, e=experts, d=D, p="2 or 1", f="F")
+    sizes = layouts.sizes("w_in", shape_of(w_in))
     if sizes["p"] not in (1, 2):
         gated, plain = (", ".join(layouts.shape("w_in", e="E", d="D", p=p, f="F")) for p in "21")
-        raise ValueError(f"w_in: got {check.describe(w_in)}, expected [{gated}] (gate, up) or [{plain}]")
+        raise ValueError(f"w_in: got {describe_weight(w_in)}, expected [{gated}] (gate, up) or [{plain}]")
     E, P, F = (("E", sizes["e"]), ("P", sizes["p"]), ("F", sizes["f"]))
-    w_out = check.tensor("w_out", w_out, weight_dtypes, layouts.shape("w_out", e=E, f=F, d=D))
+    w_out = check_weight("w_out", w_out, weight_dtypes, layouts, e=E, f=F, d=D)
     if b_in is not None:
         b_in = check.tensor("b_in", b_in, dtype, layouts.shape("b_in", e=E, p=P, f=F))
     b_out = check.optional_tensor("b_out", b_out, dtype, (E, D))
-    check.same_device("x", x, w_in=w_in, w_out=w_out, b_in=b_in, b_out=b_out)
+    check.same_device(
+        "x", x, **device_operands("w_in", w_in), **device_operands("w_out", w_out), b_in=b_in, b_out=b_out
+    )
     return sizes["e"], sizes["d"], sizes["p"], sizes["f"]
 
 
@@ -214,8 +226,9 @@ def grouped_matmul(
 
 
 def cast_weight(options: Network, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Converts a weight to the dtype of x, except with FP8, where the operation quantises it."""
-    return weight if options.precision == FP8 or weight.dtype == dtype else weight.to(dtype)
+    """Converts a weight to the dtype of x, unless it is packed or FP8 is used, where the operation quantises it."""
+    keeps = options.precision == FP8 or weight.dtype == dtype or weight.dtype in PACKED_DTYPES
+    return weight if keeps else weight.to(dtype)
 
 
 _NUM_QUANTIZED = len(QuantizedExperts._fields)
@@ -252,6 +265,7 @@ class _ExpertFfn(Function):
             return (None,) * len(names)
         h, rows, group_sizes, w_in, b_in, w_out, b_out, weights, *others = ctx.saved_tensors
         *quantized, u = others[:5]
+        quantized = oriented_backward(ctx.options, w_in, w_out, quantized)
         up, down = (cast_weight(ctx.options, w, rows.dtype) for w in (w_in, w_out))
         needs = dict(zip(names, ctx.needs_input_grad, strict=True))
         results = torch_ops.ffn_backward(
@@ -286,8 +300,8 @@ def run_ffn(
 @takes_options(ExpertsKeywords)
 def expert_ffn(
     rows: Tensor,
-    w_in: Tensor,
-    w_out: Tensor,
+    w_in: Tensor | Packed,
+    w_out: Tensor | Packed,
     group_sizes: Tensor,
     *,
     b_in: Tensor | None = None,
@@ -305,7 +319,8 @@ def expert_ffn(
       rows: float32, bfloat16 or float16 [R, D]; rows are grouped by expert, expert 0 first.
       w_in: [E, D, 2, F] (gate, up) or [E, D, 1, F]; dtype of rows, or float32. A float32 weight beside 16-bit rows is
         rounded for the GEMM; its gradient is not rounded.
-      w_out: [E, F, D]; dtype of rows, or float32, as for w_in.
+      w_out: [E, F, D]; dtype of rows, or float32, as for w_in. w_in and w_out, each by itself, may be packed: an
+        `Mxfp4` or an `Fp8Blocks`.
       group_sizes: int16, int32 or int64 [E]: rows of each expert, on the device. Sizes are clipped to R rows in total;
         negative ones count as 0.
       b_in: [E, 2 or 1, F], or None.
@@ -344,8 +359,9 @@ def expert_ffn(
     lora = check_network_lora(lora, rows, of_w_in)
     weights = check.optional_tensor("weights", weights, check.FLOATS, (("R", rows.shape[0]),))
     network = given.experts(of_w_in[2], 0, lora).network()
-    quantized = check_fp8_operands(network.precision, layouts, "rows", rows, w_in, quantized)
+    quantized = check_fp8_operands(network.precision, layouts, "rows", rows, w_in, w_out, quantized)
     check_current(quantized, w_in, w_out)
+    w_in, w_out, quantized = packed_operands(network, w_in, w_out, quantized)
     if network.weight_early and weights is None:
         raise ValueError("weight_early: got True without weights, expected weights [R]")
     check.same_device("rows", rows, group_sizes=sizes, weights=weights)

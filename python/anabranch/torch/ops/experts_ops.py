@@ -14,7 +14,8 @@ from anabranch.torch.binding import calls
 from anabranch.torch.binding.define import define
 from anabranch.torch.ops.factors import FACTORS, NO_FACTORS, Factors
 from anabranch.torch.ops.gradients import FROM_DH, OPERANDS, allocate, gradient_fields, requested_names
-from anabranch.torch.ops.quantize_ops import empty_e4m3, empty_scales, quantized_operand
+from anabranch.torch.ops.quantize_ops import empty_e4m3, empty_scales
+from anabranch.torch.ops.weights_ops import sizes_only, viewed_weight, weight_fields, weight_shape
 
 _LAYOUT_FIELDS = ("w_in", "d_w_in", "w_out", "d_w_out", "h", "dh", "b_in", "d_b_in")
 
@@ -24,6 +25,7 @@ def _orders(w_in: str, w_out: str) -> dict[str, tuple[int, ...]] | None:
     """Axis orders of the tensors that are not in the default layouts, or None."""
     layouts = Layouts(w_in, w_out)
     orders = {name: layouts.order(name) for name in _LAYOUT_FIELDS}
+    orders |= {f"{name}_block_scales": orders[name] for name in ("w_in", "w_out")}
     return {name: order for name, order in orders.items() if list(order) != sorted(order)} or None
 
 
@@ -35,7 +37,8 @@ def _axes(layout: str) -> tuple[int, ...]:
 
 def sizes_of_w_in(w_in: Tensor, layout: str) -> tuple[int, int, int, int]:
     """(E, D, P, F) of w_in."""
-    E, D, P, F = (w_in.shape[axis] for axis in _axes(layout))
+    shape = weight_shape(w_in)
+    E, D, P, F = (shape[axis] for axis in _axes(layout))
     return E, D, P, F
 
 
@@ -45,7 +48,8 @@ def _hidden(w_in_layout: str, R: int, P: int, F: int) -> tuple[int, int, int]:
     return (R, P, F) if axes[2] < axes[3] else (R, F, P)
 
 
-#: Quantised experts in the orientation of the pass; None: with FP8 the operation quantises them.
+#: Quantised experts in the orientation of the pass; None: with FP8 the operation quantises them. Scales alone are those
+#: of packed weights, see `weights_ops`.
 QUANTIZED = "Tensor? w_in_q, Tensor? w_in_scales, Tensor? w_out_q, Tensor? w_out_scales"
 
 #: The factors of adapters and the options of a network.
@@ -126,16 +130,14 @@ def _ffn(
 ):  # fmt: skip
     o = _options(options)
     y, h, u = results
-    operands_in, quantize_in = quantized_operand("w_in", w_in, w_in_q, w_in_scales, o.network, transposed=True)
-    operands_out, quantize_out = quantized_operand("w_out", w_out, w_out_q, w_out_scales, o.network, transposed=True)
+    operands_in, quantize_in = weight_fields("w_in", w_in, w_in_q, w_in_scales, o.network, transposed=True)
+    operands_out, quantize_out = weight_fields("w_out", w_out, w_out_q, w_out_scales, o.network, transposed=True)
     network = calls.expert_ffn_forward(
         {
             "x": x,
             "slot_of_row": slot_of_row,
             "group_sizes": group_sizes,
-            "w_in": w_in,
             "b_in": b_in,
-            "w_out": w_out,
             "b_out": b_out,
             "weights": weights,
             "y": y,
@@ -184,15 +186,13 @@ def _ffn_backward(
 ):  # fmt: skip
     o, names = _options(options), requested_names(requested)
     dx_rows, *others = results
-    operands_in, quantize_in = quantized_operand("w_in", w_in, w_in_q, w_in_scales, o.network, transposed=False)
-    operands_out, quantize_out = quantized_operand("w_out", w_out, w_out_q, w_out_scales, o.network, transposed=False)
+    operands_in, quantize_in = weight_fields("w_in", w_in, w_in_q, w_in_scales, o.network, transposed=False)
+    operands_out, quantize_out = weight_fields("w_out", w_out, w_out_q, w_out_scales, o.network, transposed=False)
     network = calls.expert_ffn_backward(
         {
             "x": x,
             "slot_of_row": slot_of_row,
             "group_sizes": group_sizes,
-            "w_in": w_in,
-            "w_out": w_out,
             "b_out": b_out,
             "weights": weights,
             "h": h,
@@ -222,6 +222,13 @@ ffn_backward = define(
 )
 
 
+def _gemm_weights(name, fields):
+    """The fields of a grouped GEMM for those of a network's matrix."""
+    plain = {} if f"{name}_q" in fields else {"w": fields[name]}
+    ends = ("_q", "_scales", "_block_scales")
+    return plain | {f"w{end}": value for end in ends if (value := fields.get(f"{name}{end}")) is not None}
+
+
 def allocate_experts(
     x, x_q, x_scales, weights, row_of_slot, slot_of_row, group_sizes, w_in, b_in, w_out, b_out,
     w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
@@ -247,8 +254,8 @@ def experts_calls(
     copied = factors.copied(copies, o)
     stored = factors.replaced(copied)
     R, F = slot_of_row.shape[0], sizes_of_w_in(w_in, o.w_in_layout)[3]
-    operands_in, quantize_in = quantized_operand("w_in", w_in, w_in_q, w_in_scales, o, transposed=True)
-    operands_out, quantize_out = quantized_operand("w_out", w_out, w_out_q, w_out_scales, o, transposed=True)
+    operands_in, quantize_in = weight_fields("w_in", w_in, w_in_q, w_in_scales, o, transposed=True)
+    operands_out, quantize_out = weight_fields("w_out", w_out, w_out_q, w_out_scales, o, transposed=True)
     fp8 = o.precision == FP8
     a, a_scales = (empty_e4m3(x, R, F), empty_scales(x, R, F // BLOCK)) if fp8 else (x.new_empty((R, F)), None)
     z = given.low_rank(x, R, "lora_a_out")
@@ -259,7 +266,6 @@ def experts_calls(
             "x_scales": x_scales,
             "slot_of_row": slot_of_row,
             "group_sizes": group_sizes,
-            "w_in": w_in,
             "b_in": b_in,
             "weights": weights if o.weight_early else None,
             "h": h,
@@ -280,9 +286,7 @@ def experts_calls(
         {
             "x": a,
             "x_scales": a_scales,
-            "w": None if fp8 else w_out,
-            "w_q": operands_out.get("w_out_q"),
-            "w_scales": operands_out.get("w_out_scales"),
+            **_gemm_weights("w_out", operands_out),
             "group_sizes": group_sizes,
             "bias": b_out,
             "slot_of_row": slot_of_row,
@@ -343,7 +347,7 @@ def experts_hidden_calls(
     factors, o = given.stored, given.network
     dh, d_w_out, d_b_out, d_weights, dh_q, dh_scales, v_in, *of_factors = results
     quantizes = o.precision == FP8 and "x" in names
-    operands_out, quantize_out = quantized_operand("w_out", w_out, w_out_q, w_out_scales, o, transposed=False)
+    operands_out, quantize_out = weight_fields("w_out", w_out, w_out_q, w_out_scales, o, transposed=False)
     of_operands = zip(
         ("w_out", "b_out", "weights", *NAMES),
         (d_w_out, d_b_out, d_weights, *of_factors),
@@ -354,8 +358,7 @@ def experts_hidden_calls(
             "x": x,
             "slot_of_row": slot_of_row,
             "group_sizes": group_sizes,
-            "w_in": w_in,
-            "w_out": w_out,
+            **sizes_only("w_in", w_in, w_in_q, w_in_scales, o),
             "b_out": b_out,
             "weights": weights,
             "h": h,
@@ -424,7 +427,7 @@ def _d_x_calls(
     R, fp8, prepared = dh.shape[0], o.precision == FP8, []
     transposed = o.w_in_layout.startswith("d") or fp8
     if fp8:
-        operands_in, quantize_in = quantized_operand("w_in", w_in, *quantized, o, transposed=False)
+        operands_in, quantize_in = weight_fields("w_in", w_in, *quantized, o, transposed=False)
         prepared += quantize_in
         operands = {
             "x": dh_q.view(R, P * F),
@@ -433,8 +436,10 @@ def _d_x_calls(
             "w_scales": operands_in["w_in_scales"].view(E, D // BLOCK, P * F // BLOCK),
         }
     else:
-        w = w_in.view((E, D, P * F) if transposed else (E, P * F, D))
-        operands = {"x": dh.view(R, P * F), "w": w}
+        operands = {"x": dh.view(R, P * F), "w": viewed_weight(w_in, (E, D, P * F) if transposed else (E, P * F, D))}
+        if quantized[1] is not None:
+            *leading, n, c = quantized[1].shape  # [E, P, F, D/32], [E, F, P, D/32] or [E, P, F/128, D/128]
+            operands["w_block_scales"] = quantized[1].view(leading[0], leading[1] * n, c)
     orders, precision = None, {"precision": o.precision, "fp8_scales": o.fp8_scales}
     operands["group_sizes"] = group_sizes
     if "lora_a_in" in factors:
@@ -474,8 +479,8 @@ def experts_inputs_calls(
             "x": x,
             "slot_of_row": slot_of_row,
             "group_sizes": group_sizes,
-            "w_in": w_in,
-            "w_out": w_out,
+            **sizes_only("w_in", w_in, w_in_q, w_in_scales, given.network),
+            **sizes_only("w_out", w_out, w_out_q, w_out_scales, given.network),
             "dh": dh,
             **gradient_fields(names, zip(operands, of_weights, strict=True)),
             **given.stored.tensors(),

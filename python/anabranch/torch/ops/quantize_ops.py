@@ -1,10 +1,10 @@
-"""Operations that quantise rows and weights for FP8 GEMMs, and quantised operands of other operations' C calls."""
+"""Operations that quantise rows and weights for FP8 GEMMs."""
 
 import torch
 from torch import Tensor
 
 from anabranch.layouts import Layouts
-from anabranch.precision import BLOCK, FP8
+from anabranch.precision import BLOCK
 from anabranch.torch.binding import calls
 from anabranch.torch.binding.define import define
 
@@ -41,18 +41,6 @@ def quantized_matrix(w, axes, fp8_scales, *, transposed):
     """(q in one orientation, its scales, the C call that fills both)."""
     results = allocate_quantize(w, axes, not transposed, transposed)
     return results[int(transposed)], results[2], quantize_calls(results, w, axes, fp8_scales)
-
-
-def quantized_operand(name, w, q, scales, network, *, transposed):
-    """Fields of a C call for a quantised "w_in" or "w_out", and the calls that fill them; both empty without FP8."""
-    if network.precision != FP8:
-        return {}, []
-    calls_before = []
-    if q is None:
-        axes = Layouts(network.w_in_layout, network.w_out_layout).order(name)
-        q, scales, quantize = quantized_matrix(w, axes, network.fp8_scales, transposed=transposed)
-        calls_before.append(quantize)
-    return {f"{name}_q": q, f"{name}_scales": scales}, calls_before
 
 
 def _allocate_quantize_rows(x, fp8_scales):

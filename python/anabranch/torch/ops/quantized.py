@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS, Layouts
+from anabranch.packed import check_precision, parts_of
 from anabranch.precision import BLOCK, FP8, check_fp8, check_fp8_widths, fp8_scales_number
 from anabranch.torch.binding import check, private
 from anabranch.torch.binding.native import call
@@ -36,19 +37,23 @@ class QuantizedExperts(NamedTuple):
 
 def as_quantized_experts(fields: Sequence[Tensor | None]) -> QuantizedExperts | None:
     """A QuantizedExperts from its fields, or None if the fields are None."""
-    return None if fields[1] is None else QuantizedExperts(*fields)  # type: ignore[arg-type]
+    if fields[2] is None and fields[5] is None:
+        return None
+    return QuantizedExperts(*fields)  # type: ignore[arg-type]
 
 
 def check_fp8_operands(
-    precision: int, layouts: Layouts, device_name: str, x: Tensor, w_in: Tensor, quantized: Any
+    precision: int, layouts: Layouts, device_name: str, x: Tensor, w_in: Any, w_out: Any, quantized: Any
 ) -> QuantizedExperts | None:
-    """Checks the argument `quantized` and, with FP8, the widths of w_in."""
+    """Checks the argument `quantized`, packed weights beside the precision, and with FP8 the widths of w_in."""
     check_fp8(precision, "float32", quantized)
+    check_precision(precision, quantized, w_in=w_in, w_out=w_out)
     if precision != FP8:
         return None
-    sizes = layouts.sizes("w_in", w_in.shape)
+    array, _ = parts_of(w_in)
+    sizes = layouts.sizes("w_in", array.shape)
     E, D, P, F = (sizes[letter] for letter in "edpf")
-    check_fp8_widths("w_in", check.describe(w_in), D=D, F=F)
+    check_fp8_widths("w_in", check.describe(array), D=D, F=F)
     if quantized is None:
         return None
     if not isinstance(quantized, QuantizedExperts):
@@ -68,7 +73,7 @@ def check_fp8_operands(
 _sources: Any = WeakTensorKeyDictionary()
 
 
-def check_current(quantized: Any, w_in: Tensor, w_out: Tensor) -> None:
+def check_current(quantized: Any, w_in: Any, w_out: Any) -> None:
     """Raises if weights were written in place after they were quantised, for example by an optimizer.
 
     It compares version counters. A weight that is another tensor than before is not checked: offloading replaces
@@ -97,7 +102,7 @@ def forward_operands(quantized: QuantizedExperts | None) -> tuple[Tensor | None,
 def backward_operands(quantized: QuantizedExperts | None) -> tuple[Tensor | None, ...]:
     """The arguments of operations of the backward pass; if None, they quantise."""
     q = quantized
-    return (None,) * 4 if q is None or q.w_in is None else (q.w_in, q.w_in_scales, q.w_out, q.w_out_scales)
+    return (None,) * 4 if q is None else (q.w_in, q.w_in_scales, q.w_out, q.w_out_scales)
 
 
 def quantize_experts(

@@ -29,6 +29,7 @@ from anabranch.torch.ops.router_ops import (
     route_dense,
     route_dense_backward,
 )
+from anabranch.torch.ops.weights_ops import pack_fp8, pack_mxfp4, unpack
 
 __all__ = (
     "aux_scores",
@@ -49,6 +50,8 @@ __all__ = (
     "layer_hidden",
     "moe_aux_loss",
     "moe_aux_loss_backward",
+    "pack_fp8",
+    "pack_mxfp4",
     "plan",
     "plan_of_map",
     "quantize_experts",
@@ -58,4 +61,5 @@ __all__ = (
     "route_dense",
     "route_dense_backward",
     "sort_chunks",
+    "unpack",
 )

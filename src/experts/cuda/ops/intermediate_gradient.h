@@ -6,6 +6,7 @@
 #include "core/floats.h"
 #include "experts/activation.h"
 #include "experts/check.h"
+#include "experts/cuda/ops/expert_range.h"
 #include "experts/cuda/ops/low_rank.h"
 #include "experts/cuda/ops/row_map.h"
 #include "experts/cuda/ops/row_part.h"
@@ -22,6 +23,7 @@ struct IntermediateGradient {
   FfnSizes s;
   RowMap map;
   const int32_t* group_sizes = nullptr;  // [E], on the device
+  ExpertRange range;
   Activation activation;
   Precision precision = Precision::highest;
   bool skips_rest = false;  // rows after the groups may stay unwritten

@@ -5,6 +5,7 @@
 
 #include "core/floats.h"
 #include "core/inline.h"
+#include "experts/cuda/ops/expert_range.h"
 #include "experts/cuda/ops/low_rank.h"
 #include "experts/cuda/ops/row_map.h"
 #include "experts/precision.h"
@@ -33,6 +34,7 @@ struct RowsProduct {
   bool skips_rest = false;
   int64_t w_columns = 0;  // stored columns of W and bias, if `w` and `bias` point to a window of N columns; 0: N
   LowRank low_rank{};
+  ExpertRange range{};
   // The rows u of a low-rank adapter. Only these have the fields below, and they have neither bias nor weights.
   bool thin = false;
   float factor = 1.0f;

@@ -26,6 +26,19 @@ inline int64_t combined_columns(int64_t R, int64_t E, int64_t N, int64_t D, bool
   return chunk_columns(R, E, N, D, backward, wide_tiles ? 256 : 192);
 }
 
+// Packed weights [E, N, C] are unpacked for as many experts at once as fit this memory, but at least for one.
+#if !defined(ANABRANCH_UNPACKED_BYTES)
+#define ANABRANCH_UNPACKED_BYTES (int64_t{512} << 20)
+#endif
+inline int64_t experts_at_once(int64_t E, int64_t N, int64_t C, int32_t dtype) {
+  const double bytes = static_cast<double>(N) * static_cast<double>(C) * static_cast<double>(dtype_size(dtype));
+  const double fitting = static_cast<double>(ANABRANCH_UNPACKED_BYTES) / std::max(bytes, 1.0);
+  return static_cast<int64_t>(std::clamp(fitting, 1.0, static_cast<double>(std::max<int64_t>(E, 1))));
+}
+inline size_t unpacked_bytes(int64_t E, int64_t N, int64_t C, int32_t dtype) {
+  return rows_bytes(E == 0 ? 0 : experts_at_once(E, N, C, dtype) * N, C, dtype);
+}
+
 // The rank of an adapter's operands of FP8 GEMMs: their rows of 16-bit elements must be whole 16-byte chunks.
 constexpr int64_t padded_rank(int64_t rank) { return (rank + 7) / 8 * 8; }
 

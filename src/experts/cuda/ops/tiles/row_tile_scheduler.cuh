@@ -112,8 +112,10 @@ class RowTileScheduler {
   // Computes where the pairs of the lanes' groups end.
   __device__ void count_pairs() {
     const int32_t pairs_before = end_pair();
-    const bool skipped = tiles_.skips_rest && bounds_.first() + lane_index() == tiles_.groups.E;
-    const PartOfGroup part = part_of(bounds_.first() + lane_index(), bounds_.begin(), bounds_.end());
+    const Groups& groups = tiles_.groups;
+    const int32_t group = bounds_.first() + lane_index();
+    const bool skipped = (tiles_.skips_rest && group == groups.E) || group < groups.first || group > groups.last;
+    const PartOfGroup part = part_of(group, bounds_.begin(), bounds_.end());
     lane_end_pair_ = skipped ? 0 : pairs_of(tiles_of(part.end - part.begin) - part.omitted);
 #pragma unroll
     for (int distance = 1; distance < kWarp; distance *= 2) {

@@ -1,0 +1,276 @@
+// Packed weights on the GPU: the bits of the CPU for packing, and of the unpacked weights for networks.
+#include "anabranch/cuda_workspaces.h"
+#include "lora_case.h"
+#include "packed_operands.h"
+
+namespace anabranch::testing {
+namespace {
+
+using PackedCuda = ExpertsCudaTest;
+using PackedFewValuesCuda = CudaTest;
+
+constexpr int kPfd = 1;  // indices into kLayouts
+constexpr int kFpd = 3;
+
+constexpr int32_t kDtypes[] = {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16};
+
+struct Kinds {
+  int32_t w_in = AB_FLOAT4_E2M1X2;  // dtype; 0: not packed
+  int32_t w_out = AB_FLOAT4_E2M1X2;
+  int32_t scales = AB_FLOAT8_E8M0;
+};
+
+// A network and its packed weights. The plain weights have the unpacked values.
+struct PackedNetwork {
+  LoraNetwork network;
+  std::unique_ptr<PackedTensor> packed[2];
+  ab_tensor views[4];  // w_in and its scales, w_out and its scales
+  int64_t strides[4][AB_MAX_RANK] = {};
+
+  PackedNetwork(const LoraCase& l, const Kinds& kinds) : network(l) {
+    const FfnCase& c = l.c;
+    const std::vector<int>& in = kLayouts[static_cast<size_t>(c.layout)].in;
+    if (kinds.w_in != 0) {
+      const bool fp4 = kinds.w_in == AB_FLOAT4_E2M1X2;
+      packed[0] = std::make_unique<PackedTensor>(c.E(), c.P * c.F, c.D, kinds.w_in, kinds.scales, 1);
+      views[0] = packed[0]->view({c.E(), c.D, c.P, c.F}, {in.begin(), in.end()}, strides[0]);
+      views[1] = packed[0]->scales_view({c.E(), c.D / (fp4 ? 32 : kBlock), c.P, c.F / (fp4 ? 1 : kBlock)},
+                                        {in.begin(), in.end()}, strides[1]);
+      fill(*packed[0], &network.net.w_in);
+    }
+    if (kinds.w_out != 0) {
+      const bool fp4 = kinds.w_out == AB_FLOAT4_E2M1X2;
+      packed[1] = std::make_unique<PackedTensor>(c.E(), c.D, c.F, kinds.w_out, kinds.scales, 2);
+      views[2] = packed[1]->view({c.E(), c.F, c.D}, {0, 2, 1}, strides[2]);
+      views[3] =
+          packed[1]->scales_view({c.E(), c.F / (fp4 ? 32 : kBlock), c.D / (fp4 ? 1 : kBlock)}, {0, 2, 1}, strides[3]);
+      fill(*packed[1], &network.net.w_out);
+    }
+  }
+
+  static void fill(const PackedTensor& from, FloatTensor* to) {
+    for (int64_t i = 0; i < from.size(); ++i) to->set(i, from.value(i));
+  }
+
+  template <class Args>
+  Args with_packed(Args args) const {
+    if (packed[0] != nullptr) {
+      args.w_in = &views[0];
+      args.w_in_block_scales = &views[1];
+    }
+    if (packed[1] != nullptr) {
+      args.w_out = &views[2];
+      args.w_out_block_scales = &views[3];
+    }
+    return args;
+  }
+
+  void on_gpu() const {
+    Network::forward_on_gpu(with_packed(network.forward_args()));
+    Network::backward_on_gpu(with_packed(network.backward_args()));
+  }
+};
+
+void check(const LoraCase& l, const Kinds& kinds) {
+  SCOPED_TRACE(::testing::Message() << l << " w_in " << kinds.w_in << " w_out " << kinds.w_out);
+  const PackedNetwork want(l, kinds);
+  want.network.on_gpu();
+  const PackedNetwork got(l, kinds);
+  got.on_gpu();
+  got.network.expect_same_bits(want.network);
+  for (int64_t r = 0; r < l.c.R; ++r) {
+    if (want.network.net.slot_of(r) < 0) continue;
+    EXPECT_NE(want.network.net.y.get(r * l.c.D), 0.0f) << r;
+    EXPECT_TRUE(std::isfinite(want.network.net.dx_rows.get(r * l.c.D))) << r;
+  }
+}
+
+LoraCase case_of(int32_t dtype, int layout, int64_t D, int64_t F, std::vector<int32_t> sizes = {3, 0, 34, 1, 0, 9}) {
+  FfnCase c{std::move(sizes), 50, D, F, 2};
+  c.T = 21;
+  c.K = 3;
+  c.dtype = dtype;
+  c.layout = layout;
+  return {.c = c};
+}
+
+// Scratch memory of the emulated library is for one to three of these experts; on a GPU it is for all.
+TEST_F(PackedCuda, NetworksHaveTheBitsOfUnpackedWeights) {
+  for (const int32_t dtype : kDtypes) {
+    check(case_of(dtype, kPfd, 128, 96), {});
+    check(case_of(dtype, kFpd, 96, 64), {});
+    check(case_of(dtype, kPfd, 128, 128), {.w_in = AB_FLOAT8_E4M3, .w_out = AB_FLOAT8_E4M3, .scales = AB_FLOAT32});
+    if (HasFatalFailure()) return;
+  }
+  check(case_of(AB_BFLOAT16, kPfd, 128, 128), {.w_in = 0});
+  check(case_of(AB_BFLOAT16, kPfd, 128, 128), {.w_out = 0});
+  check(case_of(AB_BFLOAT16, kPfd, 128, 256), {.w_in = AB_FLOAT8_E4M3, .w_out = AB_FLOAT8_E4M3, .scales = AB_BFLOAT16});
+  check(case_of(AB_BFLOAT16, kPfd, 128, 128), {.w_in = AB_FLOAT8_E4M3, .w_out = AB_FLOAT4_E2M1X2});
+}
+
+TEST_F(PackedCuda, OptionsAndAdapters) {
+  for (const int32_t dtype : {AB_FLOAT32, AB_BFLOAT16}) {
+    LoraCase l = case_of(dtype, kFpd, 64, 96);
+    l.r = 8;
+    l.q = 5;
+    l.shared = 5;
+    l.c.weighting = Weighting::early;
+    check(l, {});
+    l = case_of(dtype, kPfd, 128, 128);
+    l.c.P = 1;
+    l.c.T = l.c.K = 0;
+    l.c.activation = AB_RELU2;
+    check(l, {.w_in = AB_FLOAT8_E4M3, .w_out = AB_FLOAT8_E4M3, .scales = AB_UINT8});
+  }
+}
+
+// The small-M kernels, and no rows at all.
+TEST_F(PackedCuda, FewRows) {
+  for (const std::vector<int32_t>& sizes : {std::vector<int32_t>{0, 2, 0, 1, 5, 0}, {0, 0, 0, 0}}) {
+    LoraCase l = case_of(AB_BFLOAT16, kPfd, 128, 64, sizes);
+    l.c.R = 10;
+    check(l, {});
+    l = case_of(AB_FLOAT16, kPfd, 128, 128, sizes);
+    l.c.R = 10;
+    check(l, {.w_in = AB_FLOAT8_E4M3, .w_out = AB_FLOAT8_E4M3});
+  }
+}
+
+// Several ranges of experts on a GPU, too.
+TEST_F(PackedCuda, LargeWeights) {
+  SKIP_WITHOUT_GIB(8);
+  LoraCase l = case_of(AB_BFLOAT16, kPfd, 4096, 2048, std::vector<int32_t>(24, 40));
+  l.c.R = 1000;
+  l.c.T = 400;
+  check(l, {});
+  check(l, {.w_in = AB_FLOAT8_E4M3, .w_out = AB_FLOAT8_E4M3, .scales = AB_FLOAT32});
+}
+
+// Both orientations of a combined GEMM, in one and in several ranges of experts.
+TEST_F(PackedCuda, CombinedGemms) {
+  using A = ab_grouped_matmul_combine_args;
+  for (const int32_t dtype : kDtypes) {
+    for (const int32_t kind : {AB_FLOAT4_E2M1X2, AB_FLOAT8_E4M3}) {
+      for (const bool transposed : {false, true}) {
+        const int64_t E = 5, T = 20, K = 2, R = 40, M = 128, C = 256;
+        const int64_t D = transposed ? C : M;
+        const int64_t N = transposed ? M : C;
+        const PackedTensor packed(E, M, C, kind, AB_FLOAT8_E8M0, 3);
+        FloatTensor plain({E, M, C}, dtype), x({R, D}, dtype), out({T, N}, dtype), want({T, N}, dtype);
+        PackedNetwork::fill(packed, &plain);
+        x.fill_normal(4);
+        std::vector<int32_t> slots(static_cast<size_t>(R));
+        std::iota(slots.begin(), slots.end(), 0);
+        const Tensor<int32_t> slot_of_row({R}, slots), row_of_slot({T, K}, slots), sizes({E}, {11, 0, 17, 1, 8});
+        int64_t strides[2][AB_MAX_RANK] = {};
+        const bool fp4 = packed.is_fp4();
+        const ab_tensor w = packed.view({E, M, C}, {0, 1, 2}, strides[0]);
+        const ab_tensor scales =
+            packed.scales_view({E, fp4 ? M : M / kBlock, C / (fp4 ? 32 : kBlock)}, {0, 1, 2}, strides[1]);
+        A args{};
+        args.size = sizeof(args);
+        args.transpose_w = transposed ? 1 : 0;
+        args.x = x.view();
+        args.group_sizes = sizes.view();
+        args.slot_of_row = slot_of_row.view();
+        args.row_of_slot = row_of_slot.view();
+        const auto run = [](const A& given) {
+          run_on_copies(ab_cuda_grouped_matmul_combine_workspace, ab_cuda_grouped_matmul_combine, given, &A::x, &A::w,
+                        &A::group_sizes, &A::slot_of_row, &A::row_of_slot, &A::out, &A::w_block_scales);
+        };
+        args.w = plain.view();
+        args.out = want.view();
+        run(args);
+        args.w = &w;
+        args.w_block_scales = &scales;
+        args.out = out.view();
+        run(args);
+        EXPECT_TRUE(out.is(want)) << dtype << " " << kind << " " << transposed;
+      }
+    }
+  }
+}
+
+// Unpacks on the device, `shift` bytes past aligned addresses.
+void unpack_on_gpu(const ab_unpack_args& args, int64_t shift) {
+  Mirrors mirrors;
+  const ab_unpack_args copies{sizeof(ab_unpack_args), mirrors.add(args.packed, shift),
+                              mirrors.add(args.scales, args.scales->dtype == AB_FLOAT32 ? 0 : 2 * shift),
+                              mirrors.add(args.w, 4 * shift)};
+  size_t bytes = 1;
+  EXPECT_OK(ab_cuda_unpack_workspace(&copies, nullptr, &bytes));
+  EXPECT_EQ(bytes, 0u);
+  EXPECT_OK(ab_cuda_unpack(&copies, nullptr));
+  mirrors.fetch();
+}
+
+TEST_F(PackedFewValuesCuda, UnpacksToTheBitsOfTheCpu) {
+  for (const int32_t dtype : kDtypes) {
+    for (const int32_t kind : {AB_FLOAT4_E2M1X2, AB_FLOAT8_E4M3}) {
+      for (const int32_t scales_dtype : {AB_FLOAT8_E8M0, AB_UINT8, AB_FLOAT32, AB_BFLOAT16}) {
+        if (kind == AB_FLOAT4_E2M1X2 && scales_dtype != AB_FLOAT8_E8M0) continue;
+        PackedTensor packed(2, 256, 128, kind, scales_dtype, 5);
+        for (int64_t i = 0; i < packed.values.size(); ++i) packed.values[i] = static_cast<uint8_t>(i * 7 + i / 256);
+        for (int64_t i = 0; i < packed.byte_scales.size(); ++i) packed.byte_scales[i] = static_cast<uint8_t>(i);
+        FloatTensor want({2, 256, 128}, dtype), got({2, 256, 128}, dtype);
+        int64_t strides[2][AB_MAX_RANK] = {};
+        const bool fp4 = packed.is_fp4();
+        const ab_tensor values = packed.view({2, 256, 128}, {0, 1, 2}, strides[0]);
+        const ab_tensor scales = packed.scales_view({2, fp4 ? 256 : 2, fp4 ? 4 : 1}, {0, 1, 2}, strides[1]);
+        ab_unpack_args args{sizeof(args), &values, &scales, want.view()};
+        EXPECT_OK(call(ab_unpack, ab_unpack_workspace, args));
+        args.w = got.view();
+        for (const int64_t shift : {0, 1, 4}) {
+          unpack_on_gpu(args, shift);
+          EXPECT_TRUE(got.is(want)) << dtype << " " << kind << " " << scales_dtype << " " << shift;
+        }
+      }
+    }
+  }
+}
+
+TEST_F(PackedFewValuesCuda, PacksToTheBitsOfTheCpu) {
+  using A = ab_pack_mxfp4_args;
+  for (const int32_t dtype : kDtypes) {
+    for (const int32_t rule : {AB_MXFP4_SCALES_FLOOR, AB_MXFP4_SCALES_CEIL}) {
+      FloatTensor w({70, 96}, dtype);
+      w.fill_normal(6);
+      for (int64_t i = 0; i < w.size(); ++i) w.set(i, w.get(i) * std::ldexp(1.0f, static_cast<int>(i / 96 % 20) - 10));
+      w.set(5, std::numeric_limits<float>::quiet_NaN());
+      w.set(100, -std::numeric_limits<float>::infinity());
+      for (int64_t i = 192; i < 224; ++i) w.set(i, -0.0f);
+      const auto codes_of = [](Bytes& codes) {
+        ab_tensor view = *codes.view();
+        view.dtype = AB_FLOAT4_E2M1X2;
+        view.shape[1] = 96;
+        return view;
+      };
+      Bytes codes({70, 48}), want_codes({70, 48}), scales({70, 3}), want_scales({70, 3});
+      const ab_tensor view = codes_of(codes);
+      const ab_tensor want_view = codes_of(want_codes);
+      EXPECT_OK(
+          call(ab_pack_mxfp4, ab_pack_mxfp4_workspace, A{sizeof(A), rule, w.view(), &want_view, want_scales.view()}));
+      run_on_copies(ab_cuda_pack_mxfp4_workspace, ab_cuda_pack_mxfp4,
+                    A{sizeof(A), rule, w.view(), &view, scales.view()}, &A::w, &A::codes, &A::scales);
+      EXPECT_EQ(codes.values(), want_codes.values()) << dtype << " " << rule;
+      EXPECT_EQ(scales.values(), want_scales.values()) << dtype << " " << rule;
+    }
+  }
+}
+
+// The workspace is at most what the bounds for a front end say.
+TEST(PackedWorkspace, IsWithinItsBound) {
+  const PackedNetwork n(case_of(AB_BFLOAT16, kPfd, 128, 128), {});
+  size_t plain = 0, packed = 0, in = 0, out = 0;
+  const ab_expert_ffn_forward_args args = n.network.forward_args();
+  const ab_expert_ffn_forward_args with = n.with_packed(args);
+  EXPECT_OK(ab_cuda_expert_ffn_forward_workspace(&args, nullptr, &plain));
+  EXPECT_OK(ab_cuda_expert_ffn_forward_workspace(&with, nullptr, &packed));
+  EXPECT_OK(ab_cuda_unpacked_workspace_bound(6, 256, 128, AB_BFLOAT16, &in));
+  EXPECT_OK(ab_cuda_unpacked_workspace_bound(6, 128, 128, AB_BFLOAT16, &out));
+  EXPECT_GT(packed, plain);
+  EXPECT_LE(packed, plain + std::max(in, out));
+}
+
+}  // namespace
+}  // namespace anabranch::testing

@@ -1,6 +1,7 @@
 """The layer on all devices with expert parallelism, and the collectives of its transports."""
 
 import argparse
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,8 @@ CAPTION = """the layer on all devices, which are the ranks of one expert axis; T
 per rank count 6 T K D F for forward and 12 T K D F for backward (time of both passes minus forward). jax: ours through
 JAX; fp8: jax with precision="fp8"; fp8-exchange: fp8, and tokens are sent in FP8; moe: ours through torch, one process
 per device, in eager mode (eager) or as a CUDA graph of many calls (graph). capacity: the capacity_factor, -: buffers
-for the worst case; path: our kernels that the experts ran on; dropped: dropped assignments of all ranks. collectives: T
+for the worst case; path: our kernels that the experts ran on; dropped: dropped assignments of all ranks; / one: the
+rate, divided by that of one device with all experts and T tokens, in the same mode. collectives: T
 K rows of width D per rank, exchanged in equal parts (all_to_all, ragged_all_to_all), and those of the ring transport
 (all_gather of T rows, all_to_all_sums of T rows of partial sums); xla: jax.lax under jit, torch: NCCL's all_to_all, one
 process per GPU. GB/s: bytes that a rank sends to others. Medians of 20 batches with the queue full. On the CPU, JAX
@@ -53,6 +55,7 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         row with `error`.
     """
     device = options.device
+    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # the transport p2p of JAX with several GPUs in a process
     transports = list(dict.fromkeys(options.transport or TRANSPORTS))
     cases = [
         Case("mesh", device, shape, DTYPES[device][0], by, transport=transport)
@@ -100,6 +103,11 @@ def _measure(case: Case, repeats: int) -> Iterator[dict[str, Any]]:
                 "spread": {"ms": [1e3 * timed.low, 1e3 * timed.high]},
             }
         return
+    try:
+        with as_bench_errors(by):
+            alone = _layer(case._replace(transport=None), None, repeats)
+    except BenchError:  # for example, one device may not have the memory for all experts
+        alone = {}
     for capacity in CAPACITIES:
         try:
             with as_bench_errors(by):
@@ -111,7 +119,14 @@ def _measure(case: Case, repeats: int) -> Iterator[dict[str, Any]]:
         for mode, (forward, both, dropped) in by_mode.items():
             figures = rates(shape, {"forward": forward, "both": both}, device)
             what = {"mode": mode, "ranks": ranks, "capacity": capacity, "path": path}
-            yield {**case.head(), **what, **figures, "dropped": dropped}
+            shares = _shares(alone[mode][:2], (forward, both)) if alone else {}
+            yield {**case.head(), **what, **figures, **shares, "dropped": dropped}
+
+
+def _shares(alone: Sequence[timing.Timing], found: Sequence[timing.Timing]) -> dict[str, float]:
+    """The rates of the passes divided by those of one device. Each has the times of forward and of both passes."""
+    one, many = ((forward.seconds, both.seconds - forward.seconds) for forward, both in (alone, found))
+    return {f"{name} / one": a / b for name, a, b in zip(("forward", "backward"), one, many, strict=True)}
 
 
 def _ranks(by: str, device: str) -> int:
@@ -125,7 +140,6 @@ def _ranks(by: str, device: str) -> int:
 def _layer(case: Case, capacity: float | None, repeats: int) -> Mapping[str, tuple[timing.Timing, timing.Timing, int]]:
     """Returns, per mode, the times of forward and of both, and the number of dropped assignments."""
     _, device, shape, dtype, by, _, transport = case
-    assert transport is not None
     if by == "moe":
         from benchmarks import mesh_torch
 
@@ -141,6 +155,7 @@ def tables(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]
     others = [row for row in rows if row not in layers]
     names = ["T,D,F,E,K", "by", "mode", "ranks", "transport", "capacity", "path", "forward ms", "backward ms"]
     names += [f"{name} {unit_of(layers)}" for name in ("forward", "backward")]
+    names += [f"{name} / one" for name in ("forward", "backward")]
     of_others = ["T,D,F,E,K", "by", "dtype", "collective", "sent MiB", "ms", "GB/s"]
     tables = {"layer": selected(layers, [*names, "dropped"]), "collectives": selected(others, of_others)}
     return {title: table for title, table in tables.items() if table}

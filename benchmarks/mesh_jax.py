@@ -41,14 +41,21 @@ def layer(parallel: Parallel, precision: str = "highest") -> layer_jax.Layer:
 
 
 def measure_layer(
-    shape: LayerShape, dtype: str, by: str, transport: str, capacity_factor: float | None, repeats: int
+    shape: LayerShape, dtype: str, by: str, transport: str | None, capacity_factor: float | None, repeats: int
 ) -> tuple[Timing, Timing, int]:
     """Times forward and both passes of the layer with shape.T tokens per rank, and counts dropped assignments.
 
     Args:
       by: "jax"; "fp8": with precision="fp8"; "fp8-exchange": also sends tokens in FP8.
+      transport: None: the layer on one device, with all experts.
     """
-    mesh, precision = ranks(), "highest" if by == "jax" else "fp8"
+    precision = "highest" if by == "jax" else "fp8"
+    if transport is None:
+        given = jax.jit(lambda seed: layer_jax.operands(shape, dtype, "uniform", seed))(0)
+        run = layer_jax.Layer(functools.partial(layer_jax.ours, precision=precision))
+        forward, both = (_seconds(one, given, repeats) for one in layer_jax.passes(run, shape.K).values())
+        return forward, both, 0
+    mesh = ranks()
     parallel = Parallel(
         expert_axis=AXIS, transport=transport, capacity_factor=capacity_factor, fp8_exchange=by == "fp8-exchange"
     )

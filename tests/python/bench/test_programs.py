@@ -226,6 +226,8 @@ def test_on_a_gpu_every_case_has_a_process_and_its_error_a_row(operation, cases,
 
 def test_a_bound_that_fails_does_not_hide_the_other(monkeypatch):
     def measured(case, capacity, repeats):
+        if case.transport is None:  # one device
+            return {"jit": (Timing(5e-4, 5e-4, 5e-4), Timing(2e-3, 2e-3, 2e-3), 0)}
         if capacity is None:
             raise RuntimeError("\n\n-- Process 1 --\nTraceback (most recent call last):\n  here\nMemoryError: full\n")
         return {"jit": (Timing(1e-3, 1e-3, 1e-3), Timing(3e-3, 3e-3, 3e-3), 7)}
@@ -233,10 +235,11 @@ def test_a_bound_that_fails_does_not_hide_the_other(monkeypatch):
     monkeypatch.setattr(mesh, "_layer", measured)
     monkeypatch.setattr(mesh.timing, "jax_on", lambda device: type("jax", (), {"device_count": lambda: 2}))
     failed, bounded = mesh._measure(
-        Case("mesh", "cpu", LayerShape(8, 8, 8, 4, 2), "float32", "jax", ("transport", "ring")), 1
+        Case("mesh", "cpu", LayerShape(8, 8, 8, 4, 2), "float32", "jax", transport="ring"), 1
     )
     assert failed["error"] == "jax: RuntimeError: MemoryError: full" and failed["capacity"] is None
     assert bounded["capacity"] == 1.25 and bounded["backward ms"] == pytest.approx(2) and bounded["dropped"] == 7
+    assert bounded["forward / one"] == pytest.approx(0.5) and bounded["backward / one"] == pytest.approx(0.75)
 
 
 def test_figures_of_a_layer_become_a_row_and_a_table():

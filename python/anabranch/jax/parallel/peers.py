@@ -7,6 +7,7 @@ ends: a compiled program may use it at any time. Sizes are powers of two, so the
 number of buffers, of all sizes together, take less than four times the memory of the largest call.
 """
 
+import ctypes
 import dataclasses
 import threading
 from collections.abc import Iterable, Sequence
@@ -103,7 +104,22 @@ def reason_against(peers: Peers) -> str:
             f"on a mesh over the processes {sorted(processes)} of {jax.process_count()}, expected devices of this "
             "process only, or of all processes"
         )
+    if sum(device.process_index == jax.process_index() for device in devices) > 1 and _loads_kernels_lazily():
+        return (
+            "with several GPUs in this process, while CUDA loads kernels at their first launch, which may wait for "
+            "another GPU of the process: expected CUDA_MODULE_LOADING=EAGER in the environment of the process"
+        )
     return ""
+
+
+def _loads_kernels_lazily() -> bool:
+    """Whether CUDA loads a kernel at its first launch. False before CUDA is initialised."""
+    lazy, mode = 2, ctypes.c_int()
+    try:
+        get_mode = ctypes.CDLL("libcuda.so.1").cuModuleGetLoadingMode
+    except (OSError, AttributeError):
+        return False
+    return get_mode(ctypes.byref(mode)) == 0 and mode.value == lazy
 
 
 def _make(groups: Sequence[Sequence[jax.Device]], name: str, sizes: Sequence[int]) -> list[PeerExchange]:

@@ -97,11 +97,13 @@ ab_status check_more(const ab_exchange_all_gather_args& args, const Shape& shape
     needed += padded(shape.ranks * bytes);
   }
   if (call->num_more == 0) return ok();
-  if (needed > shape.buffer_bytes[call->buffer]) {
+  const int32_t buffer = call->buffer;
+  if (!is_buffer(buffer)) return check_buffer(buffer);
+  if (needed > shape.buffer_bytes[buffer]) {
     return AB_INVALID(
         "x_2, x_3: got tensors that need %lld bytes together with x, expected at most the %lld bytes of "
         "buffer %d",
-        static_cast<long long>(needed), static_cast<long long>(shape.buffer_bytes[call->buffer]), call->buffer);
+        static_cast<long long>(needed), static_cast<long long>(shape.buffer_bytes[buffer]), buffer);
   }
   const bool is_small = all <= kSmallBytesOfSeveral;
   call->operation = is_small ? Operation::small_all_gather : Operation::all_gather;

@@ -23,7 +23,9 @@ int phase_of(const ReturningSums& r, int64_t first) { return static_cast<int>(fi
 }  // namespace
 
 int64_t ReturningSums::chunk(int64_t first) const { return ranks() * T * first * dtype_size(dtype); }
-int64_t ReturningSums::block(int64_t rank, int64_t count) const { return rank * T * count * dtype_size(dtype); }
+int64_t ReturningSums::block(int64_t rank, int64_t chunk_columns) const {
+  return rank * T * chunk_columns * dtype_size(dtype);
+}
 
 ab_status describe_returning(const char* name, const ab_exchange* exchange, int32_t buffer, const ab_tensor& sums,
                              ReturningSums* returning) {

@@ -23,7 +23,7 @@ struct ReturningSums {
   int64_t ranks() const { return exchange->shape.ranks; }
   // Offset in bytes of a chunk, which begins at column `first`, and of the block of a rank in it.
   int64_t chunk(int64_t first) const;
-  int64_t block(int64_t rank, int64_t columns) const;
+  int64_t block(int64_t rank, int64_t chunk_columns) const;
 };
 
 // Describes sums [P T, D]. The name is that of the argument.

@@ -19,9 +19,14 @@ struct Search {
   bool rounds_up;
 };
 
+struct FoundRows {
+  int32_t first;
+  int32_t end;
+};
+
 // Finds, in [begin, end), the first rows whose slots are at least two given ones, or end. Padding is at the end of a
 // group. Both searches wait for memory at the same time.
-__device__ int2 find_rows(const RowMap& map, int32_t begin, int32_t end, int32_t first_slot, int32_t end_slot) {
+__device__ FoundRows find_rows(const RowMap& map, int32_t begin, int32_t end, int32_t first_slot, int32_t end_slot) {
   int32_t begins[] = {begin, begin};
   int32_t ends[] = {end, end};
   const int32_t slots[] = {first_slot, end_slot};
@@ -66,9 +71,9 @@ __global__ void __launch_bounds__(kMaxThreads) find_bounds(const Search search, 
     if (group >= groups.E) continue;
     const auto begin = static_cast<int32_t>(min(before, static_cast<int64_t>(groups.R)));
     const auto end = static_cast<int32_t>(min(before + size, static_cast<int64_t>(groups.R)));
-    const int2 rows = find_rows(search.map, begin, end, search.first_slot, search.end_slot);
-    const int32_t from = round(rows.x - begin, end - begin, !search.rounds_up);
-    const int32_t to = round(rows.y - begin, end - begin, search.rounds_up);
+    const FoundRows rows = find_rows(search.map, begin, end, search.first_slot, search.end_slot);
+    const int32_t from = round(rows.first - begin, end - begin, !search.rounds_up);
+    const int32_t to = round(rows.end - begin, end - begin, search.rounds_up);
     bounds[2 * group] = begin + from;
     bounds[2 * group + 1] = begin + max(from, to);
   }

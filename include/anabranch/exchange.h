@@ -18,11 +18,11 @@
  * An exchange has a fixed size. To grow it, the ranks agree on the new size, destroy the old exchange, create a larger
  * one and connect it. The old memory is freed at the latest by that connect.
  *
- * Streams and graphs. A call enqueues its work on exec->stream and, for large blocks, on a stream of the exchange,
- * which forks from and joins exec->stream, and returns: it never waits for the device or for another rank, and
- * allocates nothing. All state that changes from call to call is in device memory. So calls can be captured in CUDA
- * graphs, and replays can be mixed with other calls. The calls on one exchange must run one after another on the
- * device: on one stream, or on streams that events order. The current device must be that of the exchange.
+ * Streams and graphs. A call enqueues its work on exec->stream and, for large blocks, on streams of the exchange, which
+ * fork from and join exec->stream, and returns: it never waits for the device or for another rank, and allocates
+ * nothing. All state that changes from call to call is in device memory. So calls can be captured in CUDA graphs, and
+ * replays can be mixed with other calls. The calls on one exchange must run one after another on the device: on one
+ * stream, or on streams that events order. The current device must be that of the exchange.
  *
  * Deadlock. The device work of a call waits only for earlier steps of the same calls of other ranks. It cannot
  * deadlock if

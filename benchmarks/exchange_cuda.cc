@@ -158,7 +158,9 @@ class Rank : public Exchange {
     for (int step = 1; step < ranks_; ++step) {
       CHECK_OK(cuda::push(*exchange_, buffer, cuda::push_order(*exchange_, step), rank_ * bytes_, x_, bytes_));
     }
-    CHECK_OK(cuda::join(*exchange_, stream_));
+    CHECK_OK(cuda::end_copies(*exchange_, buffer));
+    CHECK_OK(cuda::await_local_copies(*exchange_, buffer, stream_));
+    CHECK_OK(cuda::await_pushes(*exchange_, buffer, stream_));
   }
   void gather(int buffer, int64_t bytes, bool lockstep, bool stays) {
     const ab_tensor x{x_, AB_UINT8, 2, {bytes, 1}, nullptr};

@@ -38,8 +38,8 @@ typedef struct ab_plan_args {
   const ab_tensor* slot_of_row;       /* [R] int32 */
   const ab_tensor* dropped;           /* [] int32, or [n] with n >= 1: elements after the first are set to 0 */
   const ab_tensor* row_id_map;        /* [T, 2E+1] int32, only with routing_map: see ab_expand_row_id_map */
-  /* 1: `experts` has numbers of more experts, of which the plan is for num_experts from first_expert on. All other
-   * values count as -1 and are not added to dropped. Else both are 0. */
+  /* is_part 1: the plan is for experts first_expert to first_expert + num_experts - 1 of a larger set. Other values in
+   * `experts` count as -1 and are not added to dropped. is_part 0: first_expert must be 0. */
   int32_t is_part;
   int32_t first_expert;
 } ab_plan_args;

@@ -105,8 +105,8 @@ AB_API void ab_cuda_exchange_describe(const ab_exchange* exchange, char* text, s
  *
  * part: a call can be made in two parts with equal arguments, START and FINISH, to overlap the transfer with kernels in
  * between. x must not change and `out` must not be read before FINISH; both parts must be on one stream or ordered by
- * events, and no other call on the buffer comes between them. A call that takes the result as its field `arriving`
- * stands for FINISH.
+ * events, and no other call on the buffer comes between them. A call with the exchange in its field `arriving`
+ * replaces FINISH.
  *
  * Small blocks: a call with `out`, part = AB_EXCHANGE_WHOLE, lockstep = 0 and blocks of at most 512 KiB is one kernel
  * of at most 16 thread blocks. It needs no copy engine, so it does not wait until pushes of other exchanges have ended.
@@ -126,8 +126,8 @@ typedef struct ab_exchange_all_gather_args {
    * until ab_cuda_exchange_release. */
   const ab_tensor* out;
   /* Further tensors of other sizes and dtypes, each with its result, or NULL. Only with `out`, part = WHOLE and
-   * lockstep = 0. If the blocks of all tensors together have at most 1 MiB, they travel by one kernel. The buffer needs
-   * P times the bytes of all blocks, each rounded up to a multiple of 16. */
+   * lockstep = 0. If the blocks of all tensors together have at most 1 MiB, one kernel moves them. The buffer must
+   * hold all results, each rounded up to a multiple of 16 bytes. */
   const ab_tensor* x_2;
   const ab_tensor* out_2;
   const ab_tensor* x_3;
@@ -164,10 +164,10 @@ AB_API ab_status ab_cuda_exchange_release(const ab_exchange_release_args* args, 
 
 /* The sums that ab_grouped_matmul_combine has returned (its field `returning`) to this rank:
  *
- *     out = factor * (the sums of rank 0 + those of rank 1 + ...) + addend
+ *     out = factor * (sums of rank 0) + factor * (sums of rank 1) + ... + addend
  *
- * Sums are float32, in the order of the ranks, then the addend; they are rounded once. Waits for the sums of the peers,
- * releases the buffer, and ends the return: afterwards `sums` may change. */
+ * Products and sums are float32, in the order of the ranks, then the addend; `out` is rounded once. The call waits for
+ * the sums of the peers and releases the buffer. Afterwards `sums` may be overwritten. */
 typedef struct ab_exchange_sum_args {
   size_t size;
   ab_exchange* exchange;

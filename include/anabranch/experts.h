@@ -269,11 +269,11 @@ typedef struct ab_grouped_matmul_combine_args {
   const ab_tensor* lora_b;         /* [E or 1, r, N] */
   const ab_tensor* lora_u;         /* [R, r] of the dtype of rows: with lora_a an output or NULL, else an input */
   const ab_tensor* w_block_scales; /* of packed w [E, M, C]: [E, M, C/32], or [E, M/128, C/128]; or NULL */
-  /* Only on GPUs, or NULL: `out` has T = P T' sums, T' per rank of this exchange, which return to their ranks in chunks
-   * of columns while the next chunk is computed. ab_cuda_exchange_sum, which must follow, adds up what arrives. `out`
-   * has them in an order of its own. */
+  /* Only on GPUs, or NULL. `out` then has T = P T' rows, T' per rank of this exchange. Chunks of columns are sent to
+   * their ranks while the next chunk is computed. ab_cuda_exchange_sum must follow; it adds up the sums that arrive.
+   * The layout of `out` is internal: only ab_cuda_exchange_sum reads it. */
   ab_exchange* returning;
-  int32_t returning_buffer; /* the buffer that the sums arrive in; of the size of `out` */
+  int32_t returning_buffer; /* the buffer that the sums arrive in; at least as large as `out` */
   int32_t returning_reserved;
 } ab_grouped_matmul_combine_args;
 
@@ -366,8 +366,8 @@ typedef struct ab_expert_ffn_forward_args {
   /* scales of packed weights, or NULL */
   const ab_tensor* w_in_block_scales;  /* [E, D/32, P, F], or [E, D/128, P, F/128], in the order of w_in */
   const ab_tensor* w_out_block_scales; /* [E, F/32, D], or [E, F/128, D/128], in the order of w_out */
-  /* Only on GPUs, or NULL: x is the memory of a buffer of this exchange, to which a started all_gather sends it. The
-   * call stands for AB_EXCHANGE_FINISH. It may begin with the rows of tokens that arrive first. */
+  /* Only on GPUs, or NULL. x must be the memory of a buffer of this exchange to which a started all_gather sends it.
+   * The call replaces AB_EXCHANGE_FINISH. It may compute rows of tokens before all tokens have arrived. */
   ab_exchange* arriving;
   int32_t arriving_buffer;
   int32_t arriving_reserved;

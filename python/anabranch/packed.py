@@ -21,8 +21,8 @@ SCALE_RULES = {"floor": 0, "ceil": 1}
 class Mxfp4(NamedTuple):
     """Weights in MXFP4: elements of 4 bits, with a scale of one byte for 32 consecutive elements of a row.
 
-    Element 2j of a block is the low half of byte j, element 2j + 1 the high half. Values are those of `unpack`. Without
-    requires_grad or a gradient. Source: semantics, section 13.
+    Element 2j of a block is the low half of byte j, element 2j + 1 the high half. `unpack` returns the
+    values. The weights have no gradient, and tensors must not require one. Source: semantics, section 13.
 
     Attributes:
       codes: uint8 [..., N, C/32, 16]; for w_in [E, P, F, D/32, 16] ("pfd") or [E, F, P, D/32, 16] ("fpd"), for w_out

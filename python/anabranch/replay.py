@@ -14,9 +14,9 @@ class Replay(NamedTuple):
 
     Attributes:
       experts: int16, int32 or int64 [..., K], where K is topk; -1: no expert. Those of other tokens are not read.
-      weights: float32 [..., K], the recorded weights. They are constants: they have no gradient, are not multiplied by
-        scaling_factor, and a token that has them sends no gradient to the router but that of the losses. None: the
-        router weighs the recorded experts, as with `forced_experts`, and gets the gradient of these weights.
+      weights: float32 [..., K], the recorded weights, used as constants: they are not multiplied by scaling_factor and
+        have no gradient. For these tokens the router has gradients from the losses only. None: the router computes the
+        weights of the recorded experts, as with `forced_experts`, and is trained through them.
       mask: bool [...], True for a replayed token; None: all tokens are replayed.
     """
 

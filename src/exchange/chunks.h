@@ -7,7 +7,7 @@
 namespace anabranch::exchange {
 
 // The columns of a chunk of sums [P T, D]; the last one may have fewer. More chunks hide more of the transfer, and cost
-// time in the GEMM that computes them. A function of what all calls on the sums know.
+// time in the GEMM that computes them. All calls on the sums have these arguments, so they agree on the chunks.
 inline int64_t return_columns(int64_t ranks, int64_t T, int64_t D, int64_t element_bytes) {
   constexpr int64_t kStep = 256;  // whole tiles of the GEMM
   const int64_t bytes = (ranks - 1) * T * D * element_bytes;

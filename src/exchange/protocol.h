@@ -15,7 +15,7 @@
 //
 // No deadlock: number the steps of all uses by (use, step). A wait is for an earlier step of another rank, so the rank
 // whose next step is the earliest is never blocked. This holds even if a device runs the steps of all streams one by
-// one, as long as all ranks make the calls on all exchanges in one order. begin, await and release take one warp;
+// one, as long as all ranks make the calls on all exchanges in one order. begin, await and release take one block;
 // pushes take none, so no kernel that fills the device can block them.
 //
 // A small call makes all steps of a use in one kernel. Thread block i moves slice i of the block of every rank: it

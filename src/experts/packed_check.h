@@ -24,7 +24,7 @@ ab_status check(const ab_unpack_args* args, PackedSizes* sizes);
 // Requires an axis of packed weights to consist of whole blocks.
 ab_status check_packed_axis(const char* name, const char* axis, int64_t size, int64_t block);
 
-// Checks the scales of packed weights. shape: the axes of the scales. orders: the order of the weights.
+// Checks the scales of packed weights. shape: the axes of the scales. order: the memory order of the weights' axes.
 ab_status check_block_scales(const char* name, const ab_tensor* scales, int32_t packed_dtype,
                              std::initializer_list<Axis> shape, const Order& order);
 

@@ -16,7 +16,7 @@ namespace {
 using exchange::Group;
 using exchange::Operation;
 
-// Kernels of the protocol have one warp: lane r handles rank r.
+// In the kernels of the protocol, thread r of the first warp handles rank r.
 static_assert(exchange::kMaxRanks <= kWarp, "a lane handles a rank");
 
 __global__ void __launch_bounds__(kWarp) begin_use(const Group group, int buffer, Operation operation, int64_t bytes) {

@@ -16,7 +16,8 @@ struct BlockScales {
   int64_t block_rows = 1;
 };
 
-// What a submatrix of packed weights needs besides the data of the whole matrix: blocks may be cut.
+// Scales and position of a submatrix of packed weights. Matrix::data stays that of the whole matrix, because a
+// submatrix may begin inside a block.
 struct PackedBlocks {
   const void* scales = nullptr;  // of the matrix: one byte per 32 elements of MXFP4, one float per FP8 block
   int64_t row = 0;               // where the submatrix begins

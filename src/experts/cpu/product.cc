@@ -124,7 +124,8 @@ Matrix Products::prepare(const Matrix& m, bool bf16, int64_t rows, int64_t padde
   return {to, bf16 ? AB_BFLOAT16 : AB_FLOAT32, columns, nullptr};
 }
 
-// As prepare(): a block that is not copied from plain weights has a stride like theirs.
+// Like prepare(). Where prepare() would read plain weights in place, the unpacked block gets an equivalent row stride,
+// so that oneDNN computes the same bits (unpacked_stride()).
 Matrix Products::unpack(const Matrix& m, bool bf16, int64_t rows, int64_t padded_rows, int64_t columns, char* to,
                         bool copy) const {
   const bool in_place = is_ready(m, bf16) && rows == padded_rows && !copy;

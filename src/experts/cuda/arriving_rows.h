@@ -14,8 +14,8 @@
 
 namespace anabranch::cuda {
 
-// Whether it pays to compute in two parts: the second launch costs about 25 us. hidden_bytes: what arrives meanwhile
-// without it.
+// Whether computing in two parts is faster: the second launch costs about 25 us. hidden_bytes: the bytes that arrive
+// during other work, without the split.
 inline bool pays_to_split(const ArrivingTokens& arriving, int64_t hidden_bytes) {
   constexpr int64_t kBytes = 16 << 20;  // about 45 us over NVLink
   return arriving.bytes_from_peers() > hidden_bytes + kBytes;

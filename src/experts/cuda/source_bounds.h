@@ -16,11 +16,11 @@ struct Sources {
   int64_t first;
   int64_t end;
   int64_t slots_per_source;
-  bool rounds_up;  // rows that share a tile with rows of other sources belong to these sources, else to the others
+  bool rounds_up;  // true: tiles shared with other sources belong to these sources; false: to the others
 };
 
-// bounds[e] = the first and the end row of the sources in group e (RowPart). Rows with another order of slots give
-// other bounds, inside the group.
+// bounds[e] = the first and the end row of the sources in group e (RowPart). If the rows of a group are not in
+// ascending order of slots, the bounds are arbitrary rows of the group.
 ab_status find_source_bounds(const Groups& groups, const RowMap& map, const Sources& sources, int32_t* bounds,
                              cudaStream_t stream);
 

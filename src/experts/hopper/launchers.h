@@ -20,7 +20,7 @@ template <GateUpLayout kLayout, Major kMajorB>
 ab_status launch_intermediate_gradient(const IntermediateGradient& gradient, TileChoice tile, int multiprocessors,
                                        cudaStream_t stream);
 
-// Those of a part of the rows (takes_parts()).
+// Launchers for a part of the rows, see takes_parts().
 template <Major kMajorB>
 ab_status launch_part_of_up(const Up& up, TileChoice tile, int multiprocessors, cudaStream_t stream);
 template <Major kMajorB>

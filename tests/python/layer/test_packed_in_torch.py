@@ -1,4 +1,4 @@
-"""Packed weights in torch: devices and dtypes, state dicts, modules, compiled programs, gradients that there are none of."""
+"""Packed weights in torch: devices, dtypes, state dicts, modules, compiled programs and refused gradients."""
 
 import copy
 import io

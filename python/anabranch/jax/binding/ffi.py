@@ -206,7 +206,7 @@ class _Program:
     exchanges: tuple[tuple[str, str], ...]
     views: tuple[tuple[tuple[str, Any], ...], ...]
     calls: tuple[tuple[tuple[tuple[str, str, int], ...], tuple[tuple[str, Any], ...]], ...]
-    """Of each call (name, kind and index of every tensor; options)."""
+    """One entry per call: (name, kind, index) of every tensor, and the options."""
     target: str = "ab_xla_sequence"
 
     def attributes(self, workspace: int) -> dict[str, Any]:

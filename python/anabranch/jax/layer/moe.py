@@ -112,14 +112,14 @@ def moe(
       w_in: [E, D, 2, F] (gate and up columns), or [E, D, 1, F] for ungated experts; dtype of x, or float32.
       w_out: [E, F, D]; dtype of x, or float32. In a 16-bit layer the GEMMs round float32 weights to the dtype of x;
         the weights' gradients are the float32 sums without rounding. w_in and w_out, each by itself, may be packed: an
-        `Mxfp4` or an `Fp8Blocks`. The layer then is that on `unpack(w, x.dtype)`, and packed weights have no gradient.
+        `Mxfp4` or an `Fp8Blocks`. The layer then computes with `unpack(w, x.dtype)`. Packed weights have no gradient.
       topk: K, experts per token, 1 <= K <= E.
       gate_bias: [E] float, added to the logits; None: 0.
       expert_bias: [E] float, added to the scores for the selection only; has no gradient.
       b_in: [E, 2 or 1, F], b_out: [E, D]; dtype of x.
       token_mask: bool [...]; False marks padding, which has zero output and gradients and is not counted.
-      forced_experts: int [..., K]; gives the selection. -1: no expert. See `route` for -inf. The same as
-        `Replay(forced_experts)`, but with expert_bias or groups it is an error.
+      forced_experts: int [..., K]; gives the selection. -1: no expert. See `route` for -inf. Equals
+        `replay=Replay(forced_experts)`, except that expert_bias and groups are errors.
       replay: a recorded routing, such as `routing` of a result; see `Replay`. expert_bias and groups select for tokens
         that are not replayed. `qb_histogram` counts replayed tokens too.
       qb_bin_bounds, qb_bins: quantile balancing, see `route`; pass the result's `qb_histogram` to `quantile_bias`.

@@ -61,7 +61,7 @@ class Operands(NamedTuple):
     lora_a_out: jax.Array | None = None
     lora_b_out: jax.Array | None = None
     w_in_block_scales: jax.Array | None = None
-    """Scales of a packed w_in, whose array then has its place; so for w_out."""
+    """Block scales if w_in is packed; w_in is then its codes or q. The next field is that of w_out."""
     w_out_block_scales: jax.Array | None = None
 
     @property

@@ -86,7 +86,7 @@ class FfnOperands(NamedTuple):
     lora: Lora | None = None
     """The factors of the adapters."""
     w_in_block_scales: jax.Array | None = None
-    """Scales of a packed w_in, whose array then has its place; so for w_out."""
+    """Block scales if w_in is packed; w_in is then its codes or q. The next field is that of w_out."""
     w_out_block_scales: jax.Array | None = None
 
     def by_name(self) -> dict[str, jax.Array | None]:

@@ -42,8 +42,8 @@ class Parallel:
       tensor_axis: axis over which F is divided; all devices along it have the same tokens. Each pass has one sum over
         it.
       transport: "all_to_all", "ragged", "ring", "p2p", or "auto", which estimates their times (docs/scaling.md). "p2p"
-        has bitwise the results of "ring" and copies directly between the GPUs of one host; it is experimental, and
-        "auto" does not choose it.
+        has bitwise the results of "ring" and copies directly between the GPUs of one host; it is new, and "auto"
+        does not choose it.
       capacity_factor: None: nothing is dropped, and buffers have the size of the worst case. Otherwise a device accepts
         at most ceil(capacity_factor * T * K) assignments, with T tokens per device, and drops the last ones in the
         order (source, token, slot), the same on every run. Drops are counted per source.

@@ -143,14 +143,14 @@ def moe(
       w_in: [E, D, 2, F] (gate and up columns), or [E, D, 1, F] for ungated experts; dtype of x, or float32.
       w_out: [E, F, D]; dtype of x, or float32. In a 16-bit layer, float32 weights are rounded for the GEMMs; their
         gradients are the float32 sums, not rounded. w_in and w_out, each by itself, may be packed: an `Mxfp4` or an
-        `Fp8Blocks`. The layer then is that on `unpack(w, x.dtype)`, and packed weights have no gradient.
+        `Fp8Blocks`. The layer then computes with `unpack(w, x.dtype)`. Packed weights have no gradient.
       topk: K, experts per token, 1 <= K <= E.
       gate_bias: [E] float, added to the logits; None: 0.
       expert_bias: [E] float, added to the scores for selection only; has no gradient.
       b_in: [E, 2 or 1, F], b_out: [E, D]; dtype of x.
       token_mask: bool [...]; False marks padding, which gets zero output and gradient and is not counted.
-      forced_experts: int [..., K]; a given selection; -1: no expert. See `route` for logits of -inf. The same as
-        `Replay(forced_experts)`, but with expert_bias or groups it is an error.
+      forced_experts: int [..., K]; a given selection; -1: no expert. See `route` for logits of -inf. Equals
+        `replay=Replay(forced_experts)`, except that expert_bias and groups are errors.
       replay: a recorded routing, such as `routing` of a result; see `Replay`. expert_bias and groups select for tokens
         that are not replayed. `qb_histogram` counts replayed tokens too.
       qb_bin_bounds, qb_bins: quantile balancing, see `route`. Pass `qb_histogram` of the result to `quantile_bias`.

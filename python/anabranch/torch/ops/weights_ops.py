@@ -1,8 +1,8 @@
 """The weights of the experts as fields of C calls: plain, packed or quantised; and operations that pack and unpack.
 
-An operation gets a packed matrix as the array that stands for it: the codes uint8 [..., N, C/32, 16] of an Mxfp4, or
-the q float8_e4m3fn [..., N, C] of an Fp8Blocks. Its scales have the place of the scales of a quantised matrix, without
-that matrix. With FP8 an Fp8Blocks is a quantised matrix: then q is given as such, too.
+An operation gets a packed matrix as one tensor: the codes uint8 [..., N, C/32, 16] of an Mxfp4, or the q float8_e4m3fn
+[..., N, C] of an Fp8Blocks. The scales are passed as the scales of a quantised matrix whose q is None. With FP8 an
+Fp8Blocks is the quantised matrix itself, so its q is passed as well.
 """
 
 from typing import Any

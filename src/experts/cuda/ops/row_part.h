@@ -5,8 +5,8 @@
 
 namespace anabranch::cuda {
 
-// The rows of a group between two of its rows, or all others. Both bounds are whole tiles after the group's first row,
-// or its end, so the parts of a group have no more tiles than the group.
+// The rows of each group inside two bounds, or those outside. A bound is a whole number of tiles after the first row of
+// the group, or the end of the group, so both parts together have as many tiles as the group.
 struct RowPart {
   const int32_t* bounds = nullptr;  // [E, 2], on the device; nullptr: all rows
   bool inside = false;

@@ -88,6 +88,67 @@ def test_state_dict(packed):
         MoE(D, F, E, K, use_bias=True).load_state_dict(state)
 
 
+def powers_of_two(layer):
+    """The state of an Fp8Blocks layer whose scales are powers of two, and these as the bytes of e8m0."""
+    state, exponents = layer.state_dict(), {}
+    for name in ("gate_up_proj_scales", "down_proj_scales"):
+        exponents[name] = torch.randint(110, 125, state[name].shape, dtype=torch.uint8)
+        state[name] = torch.exp2(exponents[name].float() - 127)
+    layer.load_state_dict(state)
+    return state, exponents
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("packed", KINDS)
+def test_scales_of_other_dtypes_are_loaded_by_value(packed, assign):
+    layer, _ = layers(packed)
+    if packed == "mxfp4":
+        state = layer.state_dict()
+        others = [{n: s.view(torch.float8_e8m0fnu) for n, s in state.items() if n.endswith("_scales")}]
+    else:
+        state, exponents = powers_of_two(layer)
+        others = [exponents, {n: s.view(torch.float8_e8m0fnu) for n, s in exponents.items()}]
+        others.append({n: state[n].bfloat16() for n in exponents})
+    for scales in others:
+        again = MoE(D, F, E, K, packed=packed)
+        again.load_state_dict({**state, **scales}, assign=assign)
+        for name in scales:
+            assert getattr(again, name).dtype == getattr(layer, name).dtype
+        assert torch.equal(again(normal(T, D)).output, layer(normal(T, D)).output)
+
+
+@pytest.mark.parametrize(
+    ("packed", "name", "dtype"),
+    [
+        ("mxfp4", "down_proj_scales", torch.float32),
+        ("mxfp4", "gate_up_proj_codes", torch.int8),
+        ("fp8_blocks", "down_proj_q", torch.float32),
+        ("fp8_blocks", "gate_up_proj_scales", torch.int32),
+    ],
+)
+def test_loading_another_dtype_is_an_error(packed, name, dtype):
+    layer, _ = layers(packed)
+    before = getattr(layer, name).clone()
+    with pytest.raises(RuntimeError, match=f"{name}: got {dtype}, expected {before.dtype}"):
+        layer.load_state_dict({**layer.state_dict(), name: before.to(dtype)})
+    assert torch.equal(getattr(layer, name).view(torch.uint8), before.view(torch.uint8))
+
+
+def test_layers_that_cannot_be_packed_change_nothing():
+    model = torch.nn.Sequential(MoE(D, F, E, K), MoE(D, F, E, K).double())
+    with pytest.raises(ValueError, match=r"module: got a layer whose gate_up_proj is torch.float64, expected float32"):
+        pack_experts(model, "mxfp4")
+    assert all(layer.packed is None and layer.down_proj is not None for layer in model)
+
+
+@pytest.mark.parametrize("packed", KINDS)
+def test_a_packed_layer_refuses_quantized_experts(packed):
+    layer, _ = layers(packed, precision="fp8" if packed == "fp8_blocks" else "highest")
+    quantized = MoE(D, F, E, K, precision="fp8").quantized()
+    with pytest.raises(ValueError, match="quantized: "):
+        layer(normal(T, D), quantized=quantized)
+
+
 @pytest.mark.parametrize("packed", KINDS)
 def test_conversions_keep_the_dtypes_of_packed_weights(packed):
     layer, _ = layers(packed, use_expert_bias=True)
@@ -110,6 +171,8 @@ def test_reset_parameters_draws_what_a_plain_layer_draws():
     torch.manual_seed(3)
     layer = MoE(D, F, E, K, packed="mxfp4")
     packed = pack_mxfp4(plain.down_proj)
+    assert torch.equal(layer.down_proj_codes, packed.codes) and torch.equal(layer.down_proj_scales, packed.scales)
+    assert torch.equal(layer.gate_up_proj_codes, pack_mxfp4(plain.gate_up_proj).codes)
     # The gate is drawn first, then the matrices in the order of the layer.
     assert torch.equal(layer.gate.weight, plain.gate.weight)
     error = (unpack(packed, torch.float32) - plain.down_proj).abs().max()
@@ -158,6 +221,8 @@ def test_a_packed_tensor_that_requires_a_gradient_raises():
     for field in Fp8Blocks._fields:
         wrong = w_in._replace(**{field: getattr(w_in, field).clone().requires_grad_()})
         message = f"^w_in.{field}: got a tensor that requires a gradient, expected one without"
+        with pytest.raises(ValueError, match=message.replace("w_in", "packed")):
+            unpack(wrong, torch.float32)
         for _ in range(2):  # equal arguments are not checked again, but this is
             moe(x, gate, w_in, w_out, topk=K, **PFD)
             with pytest.raises(ValueError, match=message):

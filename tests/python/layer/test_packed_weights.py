@@ -153,20 +153,22 @@ def test_fp8_blocks_are_the_quantised_weights_of_fp8(platform, only):
     """With precision "fp8" the layer on pack_fp8(w) is the layer on w, which quantises w in the same way."""
     D = F = 128
     rng = np.random.default_rng(9)
-    w_in = as_given((rng.standard_normal((E, 2, F, D)) / 8).astype(np.float32))
-    w_out = as_given((rng.standard_normal((E, D, F)) / 8).astype(np.float32))
+    shapes = {"w_in": (E, 2, F, D), "w_out": (E, D, F), "x": (T, D), "gate": (D, E), "b_in": (E, 2, F), "b_out": (E, D)}
+    arrays = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    arrays |= lora_factors(E, D, 2, F, (3, 5), dtype="float32")
+    weights = {name: arrays.pop(name) / 8 for name in ("w_in", "w_out")}
+    plain = {} if only == "both" else {name: weights.pop(name) for name in set(weights) - {only}}
+    cotangent = rng.standard_normal((T, D)).astype(np.float32)
     found = []
     for pack in (front_end().pack_fp8, lambda w: w):
-        given = w_in if only == "w_out" else pack(w_in), w_out if only == "w_in" else pack(w_out)
+        constants = {name: pack(as_given(w)) for name, w in weights.items()}
 
-        def layer(x, gate, b_in, given=given):
-            return front_end().moe(x, gate, *given, topk=K, precision="fp8", b_in=b_in, **PFD).output
+        def layer(x, gate, constants=constants, **given):
+            return front_end().moe(x, gate, topk=K, precision="fp8", **constants, **given, **PFD).output
 
-        arrays = {"x": rng.standard_normal((T, D)), "gate": rng.standard_normal((D, E)), "b_in": np.ones((E, 2, F))}
-        rng = np.random.default_rng(10)
-        arrays = {"x": rng.standard_normal((T, D)), "gate": rng.standard_normal((D, E)), "b_in": np.ones((E, 2, F))}
-        result, pull = vjp(layer, layer, {name: array.astype(np.float32) for name, array in arrays.items()})
-        found.append((np.asarray(result), pull(np.ones((T, D), np.float32))))
+        layer = takes_factors(layer)
+        result, pull = vjp(layer, layer, arrays | plain)
+        found.append((np.asarray(result), pull(cotangent)))
     assert_same(found)
 
 

@@ -104,7 +104,7 @@ def test_the_first_half_of_the_backward_pass(adapters):
     u = described(R, 8) if adapters else None
     requested = request(dict.fromkeys(names, True))
     found, results = calls_of(
-        "hidden", described(T, D), described(P * T, D), described(R, 2, F), described(P * T, D),
+        "hidden", described(T, D), described(T, D), described(P * T, D), described(R, 2, F), described(P * T, D),
         described(P * T, K, dtype=torch.float32), *MAPS[1:], w_in, b_in, w_out, b_out, u, torch.bfloat16, requested,
         *others,
     )  # fmt: skip

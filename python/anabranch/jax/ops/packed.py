@@ -26,8 +26,6 @@ from anabranch.packed import (
 from anabranch.precision import BLOCK, fp8_scales_number
 
 Packed = Mxfp4 | Fp8Blocks
-#: Dtypes of arrays that stand for packed matrices.
-PACKED_DTYPES = (jnp.dtype("uint8"), jnp.dtype("float8_e4m3fn"))
 
 
 def _bytes(scales: jax.Array) -> jax.Array:
@@ -227,7 +225,7 @@ def unpack(packed: Packed, dtype: Any) -> jax.Array:
     Raises:
       TypeError, ValueError: an argument is wrong; the message names it.
 
-    Gradient: none. Source: semantics, section 13.
+    Gradient: none; the result is a constant, as under `jax.lax.stop_gradient`. Source: semantics, section 13.
 
     >>> packed = Mxfp4(jnp.full((1, 1, 16), 0x21, jnp.uint8), jnp.full((1, 1), 128, jnp.uint8))
     >>> unpack(packed, jnp.float32)[0, :4].tolist()

@@ -271,9 +271,10 @@ class PeerPasses:
         Returns:
           (the gradient of x, None if not wanted; the wanted gradients of operands in UP).
         """
-        half, up = self._half(operands.x), _wanted(operands, UP, wanted)
+        up = _wanted(operands, UP, wanted)
         if "x" not in wanted and not up:
             return None, {}
+        half = self._half(operands.x)
         x = half.send(operands.x, TOKENS[1]) if up else half.place(TOKENS[1])
         slots: Any = half.calls.operand(route.slot_of_row)
         given, sums = operands._replace(x=x, slot_of_row=slots, group_sizes=route.group_sizes), None

@@ -162,8 +162,8 @@ class InOneCall:
         ranks, sending = self._chosen.ranks, self.start(d_output)
         self._x = self.start(x)
         *found, received = hidden_op(
-            self._x.tokens, sending.arriving, h, self._x.arriving, _scaled(there, self._chosen), route.slot_of_row,
-            route.group_sizes, *rest, ranks.group,
+            self._x.tokens, sending.tokens, sending.arriving, h, self._x.arriving, _scaled(there, self._chosen),
+            route.slot_of_row, route.group_sizes, *rest, ranks.group,
         )  # fmt: skip
         return found, received.view(ranks.ranks, ranks.tokens, -1).sum(0)
 

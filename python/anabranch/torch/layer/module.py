@@ -25,9 +25,11 @@ from anabranch.torch.layer.moe import LayerTensors, MoEOutput, checked_config, r
 from anabranch.torch.layer.packed_buffers import (
     add_buffers,
     buffer_names,
-    fill_buffers,
+    convert_state,
+    pack,
     read_buffers,
     with_dtypes_kept,
+    write_buffers,
 )
 from anabranch.torch.layer.parameters import Initializer, check_plain, draw, factor_uniform_, fan_in_normal_
 from anabranch.torch.layer.submodules import Gate, OnRanks, SharedExpert, is_plain
@@ -315,17 +317,21 @@ class MoE(OnRanks):
                     f"module: got a layer whose {name} is no plain parameter, expected pack_experts before "
                     "fully_shard, parametrizations and adapters of other libraries"
                 )
+            if weight.dtype not in check.FLOATS:
+                expected = " or ".join(str(dtype).removeprefix("torch.") for dtype in check.FLOATS)
+                raise ValueError(f"module: got a layer whose {name} is {weight.dtype}, expected {expected}")
         widths = dict(in_features=self.in_features, hidden_features=self.hidden_features)
         check_kind(packed, self.options.layouts(), self.options.precision, **widths)
 
     def _pack(self, packed: str) -> None:
-        """Replaces the weights by packed ones."""
+        """Replaces the weights by packed ones, after all of them have been packed."""
+        weights = {name: getattr(self, name) for name in self._shapes()}
+        values = {name: pack(packed, weight) for name, weight in weights.items() if not weight.is_meta}
         for name, shape in self._shapes().items():
-            weight = getattr(self, name)
             setattr(self, name, None)
-            add_buffers(self, name, packed, shape, weight.device)
-            if not weight.is_meta:
-                fill_buffers(self, name, packed, weight)
+            add_buffers(self, name, packed, shape, weights[name].device)
+            if name in values:
+                write_buffers(self, name, packed, values[name])
         self.packed = packed
 
     def _check_without_lora(self) -> None:
@@ -375,7 +381,7 @@ class MoE(OnRanks):
                     continue
                 weights = torch.empty(shape, dtype=self.param_dtype, device=buffer.device)
                 draw(self.kernel_init, weights, self.num_experts, self.rank * self.local_experts)
-                fill_buffers(self, name, self.packed, weights)
+                write_buffers(self, name, self.packed, pack(self.packed, weights))
         self._reset_factors()
         if self.expert_bias is not None:
             self.expert_bias.zero_()
@@ -410,8 +416,16 @@ class MoE(OnRanks):
         self._move_counts()
         return self
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, local_metadata: Any, strict: bool, missing_keys: Any, unexpected_keys: Any,
+        error_msgs: list[str],
+    ) -> None:  # fmt: skip
+        if self.packed is not None:
+            for name in self._shapes():
+                convert_state(self, name, self.packed, state_dict, prefix, error_msgs)
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
         if self.expert_bias is not None:  # load_state_dict(assign=True) assigns a tensor of any dtype
             self._restore_bias()
 
@@ -530,7 +544,7 @@ class MoE(OnRanks):
             if self.local_experts == 1:  # `run_layer` cannot tell a shared factor from that of the only expert
                 shared = with_summed_gradients(self.group, *(getattr(lora, name) for name in self.lora.shared))
                 lora = lora._replace(**dict(zip(self.lora.shared, shared, strict=True)))
-        check_current(quantized, w_in, w_out)
+        check_current(quantized, parts_of(w_in)[0], parts_of(w_out)[0])
 
         def weight(value: Any) -> Any:  # float32 weights get unrounded gradients
             return value if is_packed(value) or value.dtype == torch.float32 else value.to(x.dtype)

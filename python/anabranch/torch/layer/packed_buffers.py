@@ -7,8 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from anabranch.packed import KINDS, packed_shapes
-from anabranch.torch.ops.packed import Packed, pack_fp8, pack_mxfp4
+from anabranch.torch.ops.packed import Packed, float_scales, pack_fp8, pack_mxfp4
 
+#: The dtypes of scales in a checkpoint that can be converted to that of the buffer.
+_SCALES = {"mxfp4": (torch.float8_e8m0fnu,), "fp8_blocks": (torch.uint8, torch.float8_e8m0fnu, torch.bfloat16)}
 #: Functions that pack weights, by the choices of the option `packed` of a module.
 _PACK: dict[str, Callable[[Tensor], Packed]] = {"mxfp4": pack_mxfp4, "fp8_blocks": pack_fp8}
 
@@ -30,11 +32,36 @@ def read_buffers(module: nn.Module, name: str, packed: str) -> Packed:
     return value
 
 
+def pack(packed: str, weights: Tensor) -> Packed:
+    """Packs weights [E, N, C]."""
+    return _PACK[packed](weights)
+
+
 @torch.no_grad()
-def fill_buffers(module: nn.Module, name: str, packed: str, weights: Tensor) -> None:
-    """Packs weights [E, N, C] into the buffers. Scales keep the dtype of their buffer."""
-    for buffer, value in zip(buffer_names(name, packed), _PACK[packed](weights), strict=True):
-        getattr(module, buffer).copy_(value)
+def write_buffers(module: nn.Module, name: str, packed: str, value: Packed) -> None:
+    """Writes a packed matrix to the buffers. Scales keep the dtype of their buffer."""
+    for buffer, part in zip(buffer_names(name, packed), value, strict=True):
+        getattr(module, buffer).copy_(part)
+
+
+def convert_state(
+    module: nn.Module, name: str, packed: str, state: dict[str, Any], prefix: str, errors: list[str]
+) -> None:
+    """Converts the entries of a state dict for a packed matrix to the dtypes of its buffers, before they are loaded.
+
+    Scales of a checkpoint have other dtypes: e8m0 is uint8 with another name; uint8 is 2^(byte - 127), not a number.
+    For other dtypes it adds an error, and the entry is not loaded.
+    """
+    for buffer in buffer_names(name, packed):
+        key, own = f"{prefix}{buffer}", getattr(module, buffer)
+        value = state.get(key)
+        if not isinstance(value, Tensor) or value.dtype == own.dtype:
+            continue
+        if buffer.endswith("_scales") and value.dtype in _SCALES[packed]:
+            state[key] = value.view(torch.uint8) if packed == "mxfp4" else float_scales(value)
+        else:
+            state[key] = own
+            errors.append(f"{key}: got {value.dtype}, expected {own.dtype}")
 
 
 def with_dtypes_kept(module: nn.Module, names: tuple[str, ...], apply: Callable[[], Any]) -> None:

@@ -96,7 +96,7 @@ def device_operands(name: str, value: Any) -> dict[str, Tensor]:
     return {f"{name}.{field}": part for field, part in zip(value._fields, value, strict=True)}
 
 
-def _float_scales(scales: Tensor) -> Tensor:
+def float_scales(scales: Tensor) -> Tensor:
     """Scales as float32."""
     if scales.dtype != torch.uint8:
         return scales.float()
@@ -127,7 +127,7 @@ def packed_operands(
         if scales is not None:
             scales = _bytes(scales)
             if network.precision == FP8:
-                transposed, scales = array, _float_scales(scales).permute(_AXES[name]).contiguous()
+                transposed, scales = array, float_scales(scales).permute(_AXES[name]).contiguous()
         arrays.append(array)
         fields += [None, transposed, scales]
     return arrays[0], arrays[1], QuantizedExperts(*fields)
@@ -223,7 +223,7 @@ def unpack(packed: Packed, dtype: torch.dtype) -> Tensor:
       float16. Those of an Fp8Blocks are rounded to float32 and then to dtype.
 
     Raises:
-      TypeError, ValueError: an argument is wrong; the message names it.
+      TypeError, ValueError: an argument is wrong, or a part of `packed` requires a gradient; the message names it.
 
     Gradient: none. Source: semantics, section 13.
 
@@ -235,6 +235,7 @@ def unpack(packed: Packed, dtype: torch.dtype) -> Tensor:
         raise TypeError(f"packed: got {check.describe(packed)}, expected an Mxfp4 or an Fp8Blocks")
     dtype = check.float_dtype("dtype", dtype)
     checked = check_packed(check.tensor, _dtype, "packed", packed, axes_of(packed))
+    check_frozen("packed", checked)
     checked = type(checked)(*(part.detach() for part in checked))
     *leading, N, C = shape_of(checked)
     check.same_device("packed", checked[0], **{f"packed.{checked._fields[1]}": checked[1]})

@@ -3,6 +3,9 @@
 The experts read arrived tokens where the peers have written them. Each half of a pass is one operation (p2p_passes.py),
 whose GEMMs overlap with the transfers. With fp8_exchange the steps of `Transport` run one after another, and end with
 `collect`, which releases the memory of the tokens.
+
+Memory that the peers write to is a result of an operation in plain eager mode only. A compiler may reuse a result,
+merge equal operations or compute one again, and a mode may keep results.
 """
 
 from typing import Any
@@ -115,12 +118,17 @@ def _define_pass(name: str) -> Any:
         return one.run(_of(group), given)
 
     def fake(*arguments: Any) -> Any:
-        return one.allocate(*[a.contiguous() if isinstance(a, Tensor) else a for a in arguments[:-1]])
+        return one.fake(*arguments[:-1])
 
     return _define(f"p2p_{name}({one.arguments}, str group) -> ({one.results})", kernel, fake)
 
 
 experts_op, hidden_op, inputs_op = (_define_pass(name) for name in ("experts", "hidden", "inputs"))
+
+
+def _may_return_memory() -> bool:
+    """Whether a result may be the memory that the peers write to: nothing traces the operations or keeps results."""
+    return not torch.compiler.is_compiling() and private.num_dispatch_modes() == 0
 
 
 class PeerToPeer(Ring):
@@ -146,7 +154,7 @@ class PeerToPeer(Ring):
 
     def start(self, tokens: Tensor) -> Sending:
         """See Transport."""
-        if tokens.numel() == 0:
+        if tokens.numel() == 0 or not _may_return_memory():
             return super().start(tokens)
         number, tokens = self._sends, tokens.contiguous()
         self._sends += 1
@@ -161,7 +169,7 @@ class PeerToPeer(Ring):
 
     def start_return(self, sums: Tensor) -> Returning:
         """See Transport."""
-        if sums.numel() == 0:
+        if sums.numel() == 0 or not _may_return_memory():
             return super().start_return(sums)
         sums = sums.contiguous()
         return Returning(sums, _return_op(sums, self.ranks.group))

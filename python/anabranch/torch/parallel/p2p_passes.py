@@ -1,7 +1,8 @@
 """The halves of the layer's passes over the memory of peers, each as C calls that one operation runs.
 
-Tokens are sent before (`GroupExchanges.start`). The GEMMs that read them wait for them, and begin with those that
-arrive first. Partial sums return in chunks of columns while the next chunk is computed.
+In eager mode tokens are sent before (`GroupExchanges.start`), otherwise by the operation. The GEMMs that read them wait
+for them, and begin with those that arrive first. Partial sums return in chunks of columns while the next chunk is
+computed.
 """
 
 import ctypes
@@ -67,15 +68,18 @@ class Pass:
       name, arguments, results: as in its schema, without the group.
       allocate: allocates the results, given the arguments.
       c_calls: returns the C calls, given the exchanges, results and arguments.
+      sent: returns the arguments with the arriving tokens that are None, given a function that sends and the arguments.
       small_bytes: given the arguments, the size of what the rank receives by the exchange for small tensors.
       released: the buffers for tokens that the calls release.
     """
 
     def __init__(
         self, name: str, arguments: str, results: str, allocate: Callable[..., Any],
-        c_calls: Callable[..., Sequence[Call]], small_bytes: Callable[..., int], released: tuple[int, ...],
+        c_calls: Callable[..., Sequence[Call]], sent: Callable[..., tuple[Any, ...]], small_bytes: Callable[..., int],
+        released: tuple[int, ...],
     ):  # fmt: skip
         self.arguments, self.results, self.allocate = arguments, results, allocate
+        self._sent = sent
         self._small_bytes, self._released = small_bytes, released
         self._run = python_run(
             f"{name}(int tokens, int small, {arguments}) -> ({results})",
@@ -86,9 +90,25 @@ class Pass:
         )
 
     def run(self, exchanges: GroupExchanges, given: Sequence[Any]) -> tuple[Tensor, ...]:
-        """Runs the calls on a rank, whose tokens are arriving in the buffers of `exchanges`."""
-        results: tuple[Tensor, ...] = self._run(*exchanges.pointers(self._small_bytes(*given)), *given)
+        """Runs the calls on a rank. Tokens are arriving in the buffers of `exchanges`, or are sent first."""
+        started: list[int] = []
+
+        def send(tokens: Tensor, buffer: int, rows: int) -> Tensor:
+            started.append(buffer)
+            return exchanges.start(tokens.contiguous(), buffer)
+
+        arguments = self._sent(send, *given)
+        results: tuple[Tensor, ...] = self._run(*exchanges.pointers(self._small_bytes(*arguments)), *arguments)
         exchanges.released(*self._released)
+        exchanges.release(*started)
+        return results
+
+    def fake(self, *given: Any) -> tuple[Tensor, ...]:
+        """Results without values."""
+        arguments = self._sent(lambda tokens, buffer, rows: tokens.new_empty((rows, *tokens.shape[1:])), *given)
+        results: tuple[Tensor, ...] = self.allocate(
+            *[a.contiguous() if isinstance(a, Tensor) else a for a in arguments]
+        )
         return results
 
 
@@ -122,12 +142,17 @@ def _experts_calls(exchanges, results, tokens, x, experts, weights, counts, rows
     ]  # fmt: skip
 
 
-def _allocate_hidden(tokens, d_out, h, x, there, slot_of_row, group_sizes, *rest):
+def _sent_experts(send, tokens, x, experts, weights, counts, rows, ranks, *others):
+    x = send(tokens, TOKENS[0], ranks * experts.shape[0]) if x is None else x
+    return tokens, x, experts, weights, counts, rows, ranks, *others
+
+
+def _allocate_hidden(tokens, d_tokens, d_out, h, x, there, slot_of_row, group_sizes, *rest):
     found = allocate_experts_hidden(d_out, None, None, h, x, there, slot_of_row, group_sizes, *rest)
     return *found, there.new_empty(there.shape)
 
 
-def _hidden_calls(exchanges, results, tokens, d_out, h, x, there, slot_of_row, group_sizes, *rest):
+def _hidden_calls(exchanges, results, tokens, d_tokens, d_out, h, x, there, slot_of_row, group_sizes, *rest):
     *found, received = results
     d_there = found[3]
     *before, hidden = experts_hidden_calls(found, d_out, None, None, h, x, there, slot_of_row, group_sizes, *rest)
@@ -137,6 +162,14 @@ def _hidden_calls(exchanges, results, tokens, d_out, h, x, there, slot_of_row, g
         *before, exchanges.arriving(hidden, TOKENS[0]), exchanges.release(TOKENS[0]),
         calls.exchange_all_to_all({"x": d_there, "out": received}, exchange=exchanges.small),
     ]  # fmt: skip
+
+
+def _sent_hidden(send, tokens, d_tokens, d_out, h, x, there, slot_of_row, group_sizes, *rest):
+    rows = there.shape[0]
+    d_out = send(d_tokens, TOKENS[0], rows) if d_out is None else d_out
+    if x is None:  # only gradients of factors read it; otherwise a tensor of its shape and dtype will do
+        x = send(tokens, TOKENS[1], rows) if has_adapters(*rest) else d_out
+    return tokens, d_tokens, d_out, h, x, there, slot_of_row, group_sizes, *rest
 
 
 def _allocate_inputs(tokens, x, addend, row_of_slot, slot_of_row, group_sizes, d_x_dtype, factor, *rest):
@@ -161,6 +194,11 @@ def _inputs_calls(
     ]  # fmt: skip
 
 
+def _sent_inputs(send, tokens, x, addend, row_of_slot, *others):
+    x = send(tokens, TOKENS[1], row_of_slot.shape[0]) if x is None else x
+    return tokens, x, addend, row_of_slot, *others
+
+
 def _local_gradients(function, x, row_of_slot, slot_of_row, group_sizes, *rest):
     """Calls a function of `experts_inputs` for this rank's sums of the gradient of x, without an addend."""
     dh, dh_q, dh_scales, v_in, w_in_dtype, requested, w_in, b_in, w_out, *others = rest
@@ -170,19 +208,22 @@ def _local_gradients(function, x, row_of_slot, slot_of_row, group_sizes, *rest):
     )  # fmt: skip
 
 
-#: tokens: x of this rank, [T, D]; x: where the tokens of all ranks arrive, [P T, D]. there: the weights of arrived
+#: tokens, d_tokens: x and d_out of this rank, [T, D]. x, d_out: where those of all ranks arrive, [P T, D], or None: the
+#: operation sends them. Except in plain eager mode they must be None, since no result of an operation of a graph may be
+#: memory that the peers write to. there: the weights of arrived
 #: tokens, float32 [P T, K]. counts: int32 [1, n] of this rank; all_counts: int32 [P, n] of all ranks. received:
 #: d_weights from all ranks, float32 [P T, K], 0 where another rank has the expert. The other results are those of
 #: `experts`, `experts_hidden` and `experts_inputs`; d_x = factor times the sum over the ranks, plus addend.
 PASSES = {
     "experts": Pass(
         "experts",
-        "Tensor tokens, Tensor x, Tensor experts, Tensor weights, Tensor counts, SymInt rows, int ranks, int rank, "
+        "Tensor tokens, Tensor? x, Tensor experts, Tensor weights, Tensor counts, SymInt rows, int ranks, int rank, "
         f"int align_size, {NETWORK}",
         "Tensor output, Tensor h, Tensor lora_u, Tensor lora_copies, Tensor there, Tensor all_counts, "
         "Tensor row_of_slot, Tensor slot_of_row, Tensor group_sizes",
         _allocate_experts,
         _experts_calls,
+        _sent_experts,
         lambda tokens, x, experts, weights, counts, rows, ranks, *others: sum(
             _padded(ranks * own.nbytes) for own in (experts, weights, counts)
         ),
@@ -190,22 +231,24 @@ PASSES = {
     ),
     "hidden": Pass(
         "hidden",
-        "Tensor tokens, Tensor d_out, Tensor h, Tensor x, Tensor there, Tensor slot_of_row, Tensor group_sizes, "
-        f"{ARGUMENTS_OF_HIDDEN}",
+        "Tensor tokens, Tensor d_tokens, Tensor? d_out, Tensor h, Tensor? x, Tensor there, Tensor slot_of_row, "
+        f"Tensor group_sizes, {ARGUMENTS_OF_HIDDEN}",
         f"{RESULTS_OF_HIDDEN}, Tensor received",
         _allocate_hidden,
         _hidden_calls,
-        lambda tokens, d_out, h, x, there, *others: there.nbytes,
+        _sent_hidden,
+        lambda tokens, d_tokens, d_out, h, x, there, *others: there.nbytes,
         TOKENS[:1],
     ),
     "inputs": Pass(
         "inputs",
-        "Tensor tokens, Tensor x, Tensor? addend, Tensor row_of_slot, Tensor slot_of_row, Tensor group_sizes, "
+        "Tensor tokens, Tensor? x, Tensor? addend, Tensor row_of_slot, Tensor slot_of_row, Tensor group_sizes, "
         "ScalarType d_x_dtype, float factor, Tensor dh, Tensor dh_q, Tensor dh_scales, Tensor? lora_v_in, "
         f"ScalarType w_in_dtype, int requested, Tensor w_in, Tensor? b_in, Tensor w_out, {QUANTIZED_NETWORK}",
         "Tensor d_x, Tensor d_w_in, Tensor d_b_in",
         _allocate_inputs,
         _inputs_calls,
+        _sent_inputs,
         lambda *arguments: 0,
         TOKENS[1:],
     ),

@@ -91,7 +91,8 @@ class GroupExchanges:
         A call of the library, or `finish`, has to wait for them.
         """
         size = self.ranks * x.nbytes
-        self.release(buffer)  # an exception may have ended the last pass
+        # An exception may have ended the last pass, whose first send is that to TOKENS[0].
+        self.release(SUMS, *(TOKENS if buffer == TOKENS[0] else (buffer,)))
         known = self.ready("tokens", size)
         stream = private.current_stream(self.device)
         known.exchange.run("all_gather", stream, buffer, START, x=array_of(x), out=None)
@@ -105,7 +106,6 @@ class GroupExchanges:
 
     def start_return(self, sums: Tensor) -> Tensor:
         """Starts an all-to-all of sums [P T, D]; returns the memory that they arrive in, until `release`."""
-        self.release(SUMS)
         known = self.ready("tokens", sums.nbytes)
         stream = private.current_stream(self.device)
         known.exchange.run("all_to_all", stream, SUMS, START, x=array_of(sums), out=None)

@@ -18,8 +18,8 @@ ab_status load_kernels();
 ab_status launch_begin(const exchange::Group& group, int buffer, exchange::Operation operation, int64_t bytes,
                        cudaStream_t stream);
 
-// Protocol::await_arrival() for a phase and some sources. Phases after the first are forgotten, since not every use
-// pushes them. If the exchange is broken, the memory is filled with bytes 0xff.
+// Protocol::await_arrival() for a phase and some sources. The flags of phases after the first are cleared, since not
+// every use pushes them. If the exchange is broken, the memory is filled with bytes 0xff.
 struct Arrivals {
   int buffer;
   int phase = 0;

@@ -26,18 +26,38 @@ struct ReturningSums {
   int64_t block(int64_t rank, int64_t chunk_columns) const;
 };
 
-// Describes sums [P T, D]. The name is that of the argument.
-ab_status describe_returning(const char* name, const ab_exchange* exchange, int32_t buffer, const ab_tensor& sums,
-                             ReturningSums* returning);
+// The names of the arguments of a call, for messages.
+struct ReturnNames {
+  const char* sums;
+  const char* exchange;
+  const char* buffer;
+};
 
-// Before the first chunk is pushed.
-ab_status begin_return(const ReturningSums& returning, cudaStream_t stream);
+// Describes sums [P T, D].
+ab_status describe_returning(const ReturnNames& names, const ab_exchange* exchange, int32_t buffer,
+                             const ab_tensor& sums, ReturningSums* returning);
 
-// Pushes `columns` columns from column `first` on. Pushes overlap with what is enqueued on `stream` later.
-ab_status push_chunk(const ReturningSums& returning, int64_t first, int64_t columns, cudaStream_t stream);
+// The pushes of the chunks of sums. If the call fails in between, the destructor makes the stream wait for the pushes
+// so far, which still read the sums.
+class Return {
+ public:
+  Return(const ReturningSums* sums, cudaStream_t stream) : sums_(sums), stream_(stream) {}
+  Return(const Return&) = delete;
+  Return& operator=(const Return&) = delete;
+  ~Return();
 
-// After the last chunk.
-ab_status end_return(const ReturningSums& returning);
+  // Pushes `columns` columns from column `first` on; column 0 comes first. Pushes overlap with what is enqueued on the
+  // stream later.
+  ab_status push(int64_t first, int64_t columns);
+
+  // After the last chunk.
+  ab_status end();
+
+ private:
+  const ReturningSums* sums_;
+  cudaStream_t stream_;
+  bool has_begun_ = false;
+};
 
 // out = factor times the sums of all ranks, plus addend. Waits for each chunk of the peers before it reads it, and
 // releases the buffer.

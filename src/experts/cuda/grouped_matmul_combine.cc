@@ -8,6 +8,7 @@
 #include "core/cuda/launch.h"
 #include "core/entry.h"
 #include "core/tensor.h"
+#include "dispatch/columns_from.h"
 #include "dispatch/combine.h"
 #include "exchange/chunks.h"
 #include "experts/column_chunks.h"
@@ -25,12 +26,6 @@ namespace {
 void* from(const void* data, int64_t first, int32_t dtype) {
   if (data == nullptr) return nullptr;
   return const_cast<char*>(static_cast<const char*>(data)) + first * dtype_size(dtype);
-}
-
-Rows window(const ab_tensor* tensor, int64_t first) {
-  Rows rows(tensor);
-  rows.data = static_cast<char*>(from(rows.data, first, rows.dtype));
-  return rows;
 }
 
 // The GEMM of columns first ... first + columns - 1 of w, into the buffer.
@@ -69,8 +64,8 @@ GatherSum sum_of(const ab_grouped_matmul_combine_args& args, const CombinedSizes
   sum.maps.row_of_slot = data<int32_t>(args.row_of_slot);
   sum.rows = Rows(&rows);
   if (args.weight_early == 0) sum.weights = Floats(args.weights);
-  sum.out = window(args.out, first);
-  sum.addend = window(args.addend, first);
+  sum.out = columns_from(args.out, first);
+  sum.addend = columns_from(args.addend, first);
   return sum;
 }
 
@@ -101,6 +96,7 @@ ab_status multiply_and_combine(const ab_grouped_matmul_combine_args& args, const
                                const Fp8Product<ab_grouped_matmul_combine_args>* fp8, void* unpacked,
                                const ReturningSums* returning) {
   const MaybePacked weights = weights_in(args, s);
+  Return chunks(returning, stream);
   for (int64_t first = 0; first < s.N; first += columns) {
     const int64_t count = std::min(columns, s.N - first);
     const auto multiply = [&](const ExpertRange& range, const void* w) {
@@ -119,9 +115,9 @@ ab_status multiply_and_combine(const ab_grouped_matmul_combine_args& args, const
       sum.out = Rows(&chunk);
     }
     AB_RETURN_IF_ERROR(compute_sum(sum, stream));
-    if (returning != nullptr) AB_RETURN_IF_ERROR(push_chunk(*returning, first, count, stream));
+    if (returning != nullptr) AB_RETURN_IF_ERROR(chunks.push(first, count));
   }
-  return returning == nullptr ? ok() : end_return(*returning);
+  return chunks.end();
 }
 
 }  // namespace anabranch::cuda
@@ -146,6 +142,11 @@ ab_status ab_cuda_grouped_matmul_combine(const ab_grouped_matmul_combine_args* a
   AB_ENTER(args, exec);
   CombinedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
+  cuda::ReturningSums returning;
+  if (args->returning != nullptr) {
+    AB_RETURN_IF_ERROR(cuda::describe_returning({"out", "returning", "returning_buffer"}, args->returning,
+                                                args->returning_buffer, *args->out, &returning));
+  }
   cuda::Fp8Product fp8(*args, s, exec);
   const cuda::ProductAdapter adapter(fp8.workspace, *args, s, s.rows_dtype);
   void* buffer = fp8.workspace.take_bytes(cuda::buffer_bytes(*args, s));
@@ -156,16 +157,10 @@ ab_status ab_cuda_grouped_matmul_combine(const ab_grouped_matmul_combine_args* a
   const cudaStream_t stream = cuda::stream_of(exec);
   if (fp8.enabled) AB_RETURN_IF_ERROR(fp8.fill(stream));
   AB_RETURN_IF_ERROR(adapter.compute(cuda::gemm_of(*args, s, nullptr, 0, s.N, nullptr), device, stream));
-  const auto run = [&](const cuda::ReturningSums* returning) {
-    return cuda::multiply_and_combine(*args, s, cuda::chunk_of(*args, s), buffer, device, stream, adapter.low_rank(),
-                                      fp8.enabled ? &fp8 : nullptr, unpacked, returning);
-  };
-  if (args->returning == nullptr) return run(nullptr);
-  cuda::ReturningSums returning;
-  AB_RETURN_IF_ERROR(cuda::describe_returning("out", args->returning, args->returning_buffer, *args->out, &returning));
-  std::lock_guard lock(args->returning->calls);
-  AB_RETURN_IF_ERROR(cuda::begin_return(returning, stream));
-  return run(&returning);
+  const bool returns = args->returning != nullptr;
+  const auto lock = returns ? std::unique_lock(args->returning->calls) : std::unique_lock<std::mutex>();
+  return cuda::multiply_and_combine(*args, s, cuda::chunk_of(*args, s), buffer, device, stream, adapter.low_rank(),
+                                    fp8.enabled ? &fp8 : nullptr, unpacked, returns ? &returning : nullptr);
 }
 
 }  // extern "C"

@@ -47,7 +47,7 @@ class MaybePacked {
   // Bytes of the scratch memory.
   size_t scratch_bytes() const { return is_packed_ ? unpacked_bytes(E_, matrices_.N, matrices_.C, dtype_) : 0; }
 
-  // Where the weights are before the first range: only their alignment matters.
+  // An address with the alignment of the weights, before the first range is decoded.
   void* where(void* scratch) const { return is_packed_ ? scratch : const_cast<void*>(data_); }
 
   // Calls run(range, weights) for ranges that cover all experts. `weights` are matrices [E, N, C] of which those of the

@@ -85,7 +85,8 @@ int64_t chunk_of(const ab_grouped_matmul_combine_args& args, const CombinedSizes
 
 MaybePacked weights_in(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s) {
   const bool transposed = args.transpose_w != 0;
-  return {args.w, args.w_block_scales, s.E, transposed ? s.N : s.D, transposed ? s.D : s.N, s.rows_dtype};
+  const bool reads = transposed && reads_packed(s.R, s.E, s.N, s.D, s.rows_dtype);
+  return {args.w, args.w_block_scales, s.E, transposed ? s.N : s.D, transposed ? s.D : s.N, s.rows_dtype, reads};
 }
 
 size_t buffer_bytes(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s) {
@@ -103,16 +104,23 @@ ab_status multiply_and_combine(const ab_grouped_matmul_combine_args& args, const
   const MaybePacked weights = weights_in(args, s);
   for (int64_t first = 0; first < s.N; first += columns) {
     const int64_t count = std::min(columns, s.N - first);
-    const auto multiply = [&](const ExpertRange& range, const void* w) {
+    const auto gemm = [&](const void* w, const ExpertRange& range) {
       RowsProduct rows = gemm_of(args, s, w, first, count, buffer);
       rows.range = range;
       rows.low_rank = adapter;
       const bool k_major = rows.transposed || fp8 != nullptr;
       rows.low_rank.b = from(adapter.b, k_major ? first * adapter.rank : first, rows.dtype);
+      return rows;
+    };
+    const auto multiply = [&](const ExpertRange& range, const void* w) {
+      const RowsProduct rows = gemm(w, range);
       return fp8 == nullptr ? compute_rows_product(rows, device, stream)
                             : compute_rows_product(fp8->gemm(rows, first), device, stream);
     };
-    AB_RETURN_IF_ERROR(weights.for_ranges(unpacked, data<const int32_t>(args.group_sizes), device, stream, multiply));
+    AB_RETURN_IF_ERROR(
+        weights.reads_packed()
+            ? compute_rows_product(PackedRowsProduct{gemm(nullptr, {}), weights.matrices(), first}, device, stream)
+            : weights.for_ranges(unpacked, data<const int32_t>(args.group_sizes), device, stream, multiply));
     GatherSum sum = sum_of(args, s, first, count, buffer);
     if (returning != nullptr) {
       const ab_tensor chunk{returning->sums + returning->chunk(first), sum.out.dtype, 2, {s.T, count}, nullptr};

@@ -16,9 +16,8 @@ namespace anabranch::cuda::few_rows {
 struct PackedProduct : Product {
   PackedMatrices packed;
   int32_t first_column = 0;         // of the stored columns
-  bool has_aligned_w = false;       // to 16 bytes
-  bool has_aligned_x = false;       // to 16 bytes
-  bool has_aligned_chunks = false;  // WarpSum can read the low-rank term
+  bool are_aligned = false;         // the weights and x, to 16 bytes
+  bool has_aligned_chunks = false;  // the low-rank term, for WarpSum
 };
 
 // 16 bytes of 16-bit elements, of which `count` exist; the rest are zeros.
@@ -39,111 +38,122 @@ class PackedWarpSum {
   static constexpr int kRingBytes = kWarps * Format::kStages * kChunkBytes;
 
   __device__ __forceinline__ PackedWarpSum(const PackedProduct& p, char* rings)
-      : p_(p), ring_(rings + warp_index() * Format::kStages * kChunkBytes) {
-    const int steps = p.main.k / kDepth;
-    begin_ = steps * warp_index() / kWarps;
-    end_ = steps * (warp_index() + 1) / kWarps;
-  }
+      : p_(p), ring_(rings + warp_index() * Format::kStages * kChunkBytes) {}
 
   // Starts the copies of the first chunks of a unit.
   __device__ __forceinline__ void begin(const UnitRows& rows, int32_t column) {
     const int own = lane_index() / 4;
     const int32_t row = min(rows.begin + own, rows.end - 1);
     x_row_ = p_.main.gathers ? p_.map.source_of(max(p_.map.slot_of(row), 0)) : row;
-    const int32_t stored = static_cast<int32_t>(p_.columns.stored(column + own, 0));
-    const int32_t first = p_.first_column + stored;
-    columns_ = {p_.packed.values + (rows.expert * p_.packed.N + first) * row_bytes(),
-                static_cast<int32_t>(p_.columns.stored(column + own, 1)) - stored,
-                static_cast<int32_t>((rows.expert * p_.packed.N + first) / kScaleBlock)};
+    const auto stored = static_cast<int32_t>(p_.columns.stored(column + own, 0));
+    columns_ = {static_cast<int32_t>(rows.expert * p_.packed.N) + p_.first_column + stored,
+                static_cast<int32_t>(p_.columns.stored(column + own, 1)) - stored};
     __syncwarp();  // all lanes have read the last chunks
-    stage_ = 0;
+    const typename Format::Source source(p_.packed, columns_, first_chunk());
 #pragma unroll
-    for (int i = 0; i < Format::kStages - 1; ++i) copy(first_chunk() + i, i);
-    next_scales_ = load_scales(first_chunk());
+    for (int i = 0; i < Format::kStages - 1; ++i) {
+      const auto is_valid = valid_steps(first_chunk() + i);
+      if (p_.are_aligned) {
+        copy<true>(source, i, i, is_valid);
+      } else {
+        copy<false>(source, i, i, is_valid);
+      }
+    }
+    next_scales_ = Format::load_scales(source, 0, valid_steps(first_chunk()));
   }
 
   // Adds the warp's share of the unit to the sums.
   __device__ __forceinline__ void run(float (&sums)[4]) {
-#pragma unroll 1
-    for (int chunk = first_chunk(); chunk * kChunkSteps < end_; ++chunk) {
-      const typename Format::Scales scales = next_scales_;
-      next_scales_ = load_scales(chunk + 1);
-      wait_for_copies<Format::kStages - 2>();
-      __syncwarp();
-      copy(chunk + Format::kStages - 1, stage_ == 0 ? Format::kStages - 1 : stage_ - 1);
-      if (p_.has_aligned_x && valid_steps(chunk).are_all() && Format::template allows_fast<Element>(scales)) {
-        add<true>(chunk, scales, sums);
-      } else {
-        add<false>(chunk, scales, sums);
-      }
-      stage_ = stage_ == Format::kStages - 1 ? 0 : stage_ + 1;
+    if (p_.are_aligned) {
+      run<true>(sums);
+    } else {
+      run<false>(sums);
     }
   }
 
  private:
-  __device__ __forceinline__ int first_chunk() const { return begin_ / kChunkSteps; }
-  __device__ __forceinline__ ValidSteps valid_steps(int chunk) const {
-    return {begin_ - chunk * kChunkSteps, end_ - chunk * kChunkSteps};
+  // The warp's steps.
+  __device__ __forceinline__ int begin_step() const { return p_.main.k / kDepth * warp_index() / kWarps; }
+  __device__ __forceinline__ int end_step() const { return p_.main.k / kDepth * (warp_index() + 1) / kWarps; }
+  __device__ __forceinline__ int first_chunk() const { return begin_step() / kChunkSteps; }
+  // Whether a step of a chunk belongs to the warp.
+  __device__ __forceinline__ auto valid_steps(int chunk) const {
+    return [skipped = begin_step() - chunk * kChunkSteps, left = end_step() - chunk * kChunkSteps](int step) {
+      return step >= skipped && step < left;
+    };
   }
   // The lane's column of part 0.
   __device__ __forceinline__ char* column_in(int stage) const {
     return ring_ + stage * kChunkBytes + lane_index() / 4 * Format::kColumnBytes;
   }
 
-  __device__ __forceinline__ int32_t row_bytes() const { return p_.main.k / Format::kElementsPerByte; }
-
   // A chunk without steps of the warp adds an empty group.
-  __device__ __forceinline__ void copy(int chunk, int stage) const {
-#pragma unroll
-    for (int part = 0; part < 2; ++part) {
-      Format::copy(column_in(stage) + part * 8 * Format::kColumnBytes,
-                   columns_.values + int64_t{part * columns_.part_step} * row_bytes() + chunk * Format::kColumnBytes,
-                   lane_index() / 4, p_.has_aligned_w, valid_steps(chunk));
-    }
+  template <bool kAligned, class IsValid>
+  __device__ __forceinline__ void copy(const typename Format::Source& source, int chunk, int stage,
+                                       const IsValid& is_valid) const {
+    Format::template copy<kAligned>(source, chunk, column_in(stage), lane_index() / 4, is_valid);
     end_copy_group();
   }
 
-  __device__ __forceinline__ typename Format::Scales load_scales(int chunk) const {
-    if (chunk * kChunkSteps >= end_) return {};
-    return Format::load_scales(p_.packed, columns_, chunk, valid_steps(chunk));
+  template <bool kAligned>
+  __device__ __forceinline__ void run(float (&sums)[4]) {
+    typename Format::Source source(p_.packed, columns_, first_chunk());
+    const Element* x = static_cast<const Element*>(p_.main.x) + int64_t{x_row_} * p_.main.k +
+                       first_chunk() * kChunkSteps * kDepth + 8 * (lane_index() % 4);
+    int stage = 0;
+    int skipped = begin_step() % kChunkSteps;  // steps of the chunk before those of the warp
+#pragma unroll 1
+    for (int left = end_step() - first_chunk() * kChunkSteps; left > 0; left -= kChunkSteps) {
+      const typename Format::Scales scales = next_scales_;
+      next_scales_ = Format::load_scales(source, 1, [&](int step) { return step + kChunkSteps < left; });
+      wait_for_copies<Format::kStages - 2>();
+      __syncwarp();
+      constexpr int kAheadChunks = Format::kStages - 1;
+      copy<kAligned>(source, kAheadChunks, stage == 0 ? kAheadChunks : stage - 1,
+                     [&](int step) { return step + kAheadChunks * kChunkSteps < left; });
+      const char* const chunk = column_in(stage);
+      if (kAligned && skipped == 0 && left >= kChunkSteps && Format::template allows_fast<Element>(scales)) {
+        add<true, kAligned>(chunk, source, scales, x, 0, kChunkSteps, sums);
+      } else {
+        add<false, kAligned>(chunk, source, scales, x, skipped, left, sums);
+      }
+      source.advance();
+      x += kChunkSteps * kDepth;
+      skipped = 0;
+      stage = stage == kAheadChunks ? 0 : stage + 1;
+    }
   }
 
-  // kFast: all steps are valid, x is aligned, and the scales allow it.
-  template <bool kFast>
-  __device__ __forceinline__ void add(int chunk, const typename Format::Scales& scales, float (&sums)[4]) const {
-    const ValidSteps valid = valid_steps(chunk);
-    const auto factors = Format::template factors_of<Element, kFast>(p_.packed, columns_, chunk, scales);
-    const auto* const x_row = static_cast<const Element*>(p_.main.x) + int64_t{x_row_} * p_.main.k;
+  // Adds steps begin, ..., end - 1 of a chunk; kFast: all four. x: the lane's elements of its row in step 0.
+  template <bool kFast, bool kAligned>
+  __device__ __forceinline__ void add(const char* chunk, const typename Format::Source& source,
+                                      const typename Format::Scales& scales, const Element* x, int begin, int end,
+                                      float (&sums)[4]) const {
+    const auto factors = Format::template factors_of<Element, kFast>(p_.packed, source, scales);
 #pragma unroll
     for (int first = 0; first < kChunkSteps; first += kAhead) {
-      uint4 x[kAhead];
+      uint4 rows[kAhead] = {};
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
-        const int step = first + i;
-        const Element* const from = x_row + (chunk * kChunkSteps + step) * kDepth + 8 * (lane_index() % 4);
-        x[i] = {};
-        if (!kFast && !valid.contains(step)) continue;
-        x[i] = kFast || p_.has_aligned_x ? *reinterpret_cast<const uint4*>(from) : load_elements(from, 8);
+        if (!kFast && (first + i < begin || first + i >= end)) continue;
+        const Element* const from = x + (first + i) * kDepth;
+        rows[i] = kAligned ? *reinterpret_cast<const uint4*>(from) : load_elements(from, 8);
       }
 #pragma unroll
       for (int i = 0; i < kAhead; ++i) {
-        const int step = first + i;
-        if (!kFast && !valid.contains(step)) continue;
+        if (!kFast && (first + i < begin || first + i >= end)) continue;
         LaneWeights w[2];
-        Format::template load<Element, kFast>(column_in(stage_), lane_index() / 4, step, factors, w);
+        Format::template load<Element, kFast>(chunk, lane_index() / 4, first + i, factors, w);
         const uint32_t (&a)[4] = w[0].words;
         const uint32_t (&b)[4] = w[1].words;
-        multiply_add_matrices<Element>(sums, {a[0], b[0], a[1], b[1]}, x[i].x, x[i].y);
-        multiply_add_matrices<Element>(sums, {a[2], b[2], a[3], b[3]}, x[i].z, x[i].w);
+        multiply_add_matrices<Element>(sums, {a[0], b[0], a[1], b[1]}, rows[i].x, rows[i].y);
+        multiply_add_matrices<Element>(sums, {a[2], b[2], a[3], b[3]}, rows[i].z, rows[i].w);
       }
     }
   }
 
   const PackedProduct& p_;
   char* ring_;
-  int begin_;  // steps
-  int end_;
-  int stage_ = 0;
   typename Format::Scales next_scales_{};
   int32_t x_row_ = 0;
   LaneColumns columns_;
@@ -256,8 +266,7 @@ inline bool is_aligned(const void* data) { return reinterpret_cast<uintptr_t>(da
 // The GEMM `plain` with packed weights. Its field main.w is not used.
 inline PackedProduct packed_product(const Product& plain, const PackedMatrices& packed, int64_t first_column) {
   PackedProduct p{plain, packed, static_cast<int32_t>(first_column)};
-  p.has_aligned_w = is_aligned(packed.values);
-  p.has_aligned_x = is_aligned(p.main.x);
+  p.are_aligned = is_aligned(packed.values) && is_aligned(p.main.x);
   p.has_aligned_chunks = is_aligned(p.low_rank.x) && is_aligned(p.low_rank.w) && p.low_rank.k % 8 == 0;
   return p;
 }

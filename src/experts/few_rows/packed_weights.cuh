@@ -27,73 +27,93 @@ struct LaneWeights {
   uint32_t words[4];
 };
 
-// The steps of a chunk, 0 to 3, that belong to the warp.
-struct ValidSteps {
-  int begin;
-  int end;
-  __device__ __forceinline__ bool contains(int step) const { return step >= begin && step < end; }
-  __device__ __forceinline__ bool are_all() const { return begin <= 0 && end >= kChunkSteps; }
-};
-
-// A lane's columns of a unit: one of each part.
+// A lane's columns of a unit: one of each part. All columns of all experts are numbered, in stored order.
 struct LaneColumns {
-  const uint8_t* values = nullptr;  // of part 0, from k = 0
-  int32_t part_step = 0;            // stored columns from part 0 to part 1
-  int32_t scale_row = 0;            // of part 0, for FP8 blocks
+  int32_t first = 0;      // of part 0
+  int32_t part_step = 0;  // from there to that of part 1
 };
 
-// Copies 16 bytes if the condition holds; at unaligned addresses byte by byte.
-__device__ __forceinline__ void copy_piece(char* to, const uint8_t* from, bool is_aligned, bool condition) {
-  if (is_aligned) {
+// Copies 16 bytes if the condition holds. kAligned: to 16 bytes.
+template <bool kAligned>
+__device__ __forceinline__ void copy_piece(char* to, const uint8_t* from, bool condition) {
+  if constexpr (kAligned) {
     copy_async_16(static_cast<uint32_t>(__cvta_generic_to_shared(to)), from, condition);
-    return;
-  }
+  } else {
 #pragma unroll 1
-  for (int i = 0; condition && i < 16; ++i) to[i] = static_cast<char>(from[i]);
+    for (int i = 0; condition && i < 16; ++i) to[i] = static_cast<char>(from[i]);
+  }
 }
 
 // MXFP4: a block of 32 elements of a column is one piece and belongs to one step.
 struct Fp4Format {
   static constexpr int kStages = 4;
   static constexpr int kColumnBytes = 64;  // per chunk
-  static constexpr int kElementsPerByte = 2;
 
-  // A lane holds the scales of step lane % 4, of its columns of part 0 (byte 0) and part 1 (byte 1).
-  using Scales = uint32_t;
+  // A lane holds the scales of step lane % 4, of its columns of both parts.
+  struct Scales {
+    uint32_t parts[2];
+  };
 
-  static __device__ __forceinline__ Scales load_scales(const PackedMatrices& w, const LaneColumns& columns, int chunk,
-                                                       const ValidSteps& valid) {
-    const int step = lane_index() % 4;
-    if (!valid.contains(step)) return 0;
-    const int64_t blocks = w.C / kMxBlock;  // of a column
-    const int64_t first = (columns.values - w.values) / 16 + chunk * kChunkSteps + step;
-    const auto* const scales = static_cast<const uint8_t*>(w.scales) + first;
-    return scales[0] | static_cast<uint32_t>(scales[columns.part_step * blocks]) << 8;
+  // Where the lane's codes and scales are. Chunks are counted from the one that it was made for.
+  struct Source {
+    const uint8_t* codes[2];
+    const uint8_t* scales[2];
+
+    __device__ __forceinline__ Source(const PackedMatrices& w, const LaneColumns& columns, int chunk) {
+      const int step = lane_index() % 4;
+      const int64_t blocks = w.C / kMxBlock;  // per column
+      const int64_t first = columns.first * blocks + chunk * kChunkSteps + step;
+      codes[0] = w.values + first * 16;
+      codes[1] = codes[0] + columns.part_step * blocks * 16;
+      scales[0] = static_cast<const uint8_t*>(w.scales) + first;
+      scales[1] = scales[0] + columns.part_step * blocks;
+    }
+    __device__ __forceinline__ void advance() {
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+        codes[part] += kColumnBytes;
+        scales[part] += kChunkSteps;
+      }
+    }
+  };
+
+  // is_valid(step): whether a step of the chunk, 0 to 3, belongs to the warp.
+  template <class IsValid>
+  static __device__ __forceinline__ Scales load_scales(const Source& source, int chunk, const IsValid& is_valid) {
+    const int first = chunk * kChunkSteps;
+    if (!is_valid(lane_index() % 4)) return {};
+    return {source.scales[0][first], source.scales[1][first]};
   }
 
-  // Starts the copy of the lane's piece of a column of part 0 or 1. column: the lane's, 0 to 7.
-  static __device__ __forceinline__ void copy(char* to, const uint8_t* from, int column, bool is_aligned,
-                                              const ValidSteps& valid) {
+  // Starts the copies of the lane's pieces. to: the lane's column of part 0; column: its number, 0 to 7.
+  template <bool kAligned, class IsValid>
+  static __device__ __forceinline__ void copy(const Source& source, int chunk, char* to, int column,
+                                              const IsValid& is_valid) {
     const int step = lane_index() % 4;
-    copy_piece(to + (step ^ column / 2) * 16, from + step * 16, is_aligned, valid.contains(step));
+#pragma unroll
+    for (int part = 0; part < 2; ++part) {
+      copy_piece<kAligned>(to + part * 8 * kColumnBytes + (step ^ column / 2) * 16,
+                           source.codes[part] + chunk * kColumnBytes, is_valid(step));
+    }
   }
 
   // decode() yields 2^-126 times the values of codes. If no scale of the warp is 128 or more, one factor restores both
   // powers of 2: the fast way for bfloat16.
   template <class Element>
-  static __device__ __forceinline__ bool allows_fast(Scales scales) {
-    return !std::is_same_v<Element, BFloat16> || __any_sync(kAllLanes, (scales & 0x8080u) != 0u) == 0;
+  static __device__ __forceinline__ bool allows_fast(const Scales& scales) {
+    return !std::is_same_v<Element, BFloat16> ||
+           __any_sync(kAllLanes, (scales.parts[0] | scales.parts[1]) >= 128u) == 0;
   }
 
   // The factors of the lane's scales, as bfloat16.
   template <class Element, bool kFast>
-  static __device__ __forceinline__ uint32_t factors_of(const PackedMatrices& /*w*/, const LaneColumns& /*columns*/,
-                                                        int /*chunk*/, Scales scales) {
+  static __device__ __forceinline__ uint32_t factors_of(const PackedMatrices& /*w*/, const Source& /*source*/,
+                                                        const Scales& scales) {
     if constexpr (kFast && std::is_same_v<Element, BFloat16>) {  // 2^(scale - 1)
-      return (scales & 0xffu) * 0x80u + (scales >> 8) * 0x800000u + 0x3f003f00u;
+      return scales.parts[0] * 0x80u + scales.parts[1] * 0x800000u + 0x3f003f00u;
     }
     const auto factor = [](uint32_t scale) { return bits_of(e8m0_value(static_cast<uint8_t>(scale))) >> 16; };
-    return factor(scales & 0xffu) | factor(scales >> 8) << 16;
+    return factor(scales.parts[0]) | factor(scales.parts[1]) << 16;
   }
 
   // chunk: the lane's column of part 0 in shared memory.
@@ -141,20 +161,48 @@ struct Fp4Format {
 struct Fp8Format {
   static constexpr int kStages = 2;
   static constexpr int kColumnBytes = 128;
-  static constexpr int kElementsPerByte = 1;
 
   struct Scales {};  // nothing is loaded ahead: a line of the L1 cache serves many chunks
-  static __device__ __forceinline__ Scales load_scales(const PackedMatrices& /*w*/, const LaneColumns& /*columns*/,
-                                                       int /*chunk*/, const ValidSteps& /*valid*/) {
+
+  struct Source {
+    const uint8_t* codes[2];
+    int64_t scales[2];  // indices
+
+    __device__ __forceinline__ Source(const PackedMatrices& w, const LaneColumns& columns, int chunk) {
+      constexpr auto kColumns = static_cast<int32_t>(kScaleBlock);
+      const int64_t blocks = w.C / kScaleBlock;  // per column
+      codes[0] = w.values + columns.first * w.C + chunk * kColumnBytes;
+      codes[1] = codes[0] + columns.part_step * w.C;
+      // A part begins at a multiple of 128 columns, and 16 columns of one part are in one block.
+      scales[0] = columns.first / kColumns * blocks + chunk;
+      scales[1] = scales[0] + columns.part_step / kColumns * blocks;
+    }
+    __device__ __forceinline__ void advance() {
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+        codes[part] += kColumnBytes;
+        ++scales[part];
+      }
+    }
+  };
+
+  template <class IsValid>
+  static __device__ __forceinline__ Scales load_scales(const Source& /*source*/, int /*chunk*/,
+                                                       const IsValid& /*is_valid*/) {
     return {};
   }
 
-  static __device__ __forceinline__ void copy(char* to, const uint8_t* from, int column, bool is_aligned,
-                                              const ValidSteps& valid) {
+  template <bool kAligned, class IsValid>
+  static __device__ __forceinline__ void copy(const Source& source, int chunk, char* to, int column,
+                                              const IsValid& is_valid) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int piece = lane_index() % 4 + 4 * (i ^ column % 2);
-      copy_piece(to + (piece ^ column % 4 * 2) * 16, from + piece * 16, is_aligned, valid.contains(piece / 2));
+    for (int part = 0; part < 2; ++part) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int piece = lane_index() % 4 + 4 * (i ^ column % 2);
+        copy_piece<kAligned>(to + part * 8 * kColumnBytes + (piece ^ column % 4 * 2) * 16,
+                             source.codes[part] + chunk * kColumnBytes + piece * 16, is_valid(piece / 2));
+      }
     }
   }
 
@@ -165,18 +213,16 @@ struct Fp8Format {
 
   // The scales of both parts.
   template <class Element, bool kFast>
-  static __device__ __forceinline__ FloatPair factors_of(const PackedMatrices& w, const LaneColumns& columns, int chunk,
+  static __device__ __forceinline__ FloatPair factors_of(const PackedMatrices& w, const Source& source,
                                                          const Scales& /*scales*/) {
-    const auto scale = [&](int64_t row) {
-      const int64_t i = row * (w.C / kScaleBlock) + chunk;
+    const auto scale = [&](int64_t i) {
       switch (w.scales_dtype) {
         case AB_FLOAT32: return static_cast<const float*>(w.scales)[i];
         case AB_BFLOAT16: return to_float(static_cast<const BFloat16*>(w.scales)[i]);
         default: return e8m0_value(static_cast<const uint8_t*>(w.scales)[i]);
       }
     };
-    // A part begins at a multiple of 128 columns, and 16 columns of one part are in one block.
-    return {scale(columns.scale_row), scale(columns.scale_row + columns.part_step / kScaleBlock)};
+    return {scale(source.scales[0]), scale(source.scales[1])};
   }
 
   template <class Element, bool kFast>

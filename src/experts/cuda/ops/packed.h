@@ -34,10 +34,11 @@ struct PackedRowsProduct : RowsProduct {
 // per expert, reading experts twice or three times takes less time than writing and reading the unpacked values.
 inline bool reads_packed(int64_t R, int64_t E, int64_t N, int64_t C, int32_t dtype) {
   constexpr int64_t kMaxRowsPerExpert = 16;       // on average
-  constexpr int64_t kMaxRows = 2048;              // bounded by the list in shared memory
+  constexpr int64_t kMaxRanges = 640;             // of at most 8 rows, which shared memory lists
   constexpr int64_t kMaxSize = int64_t{1} << 20;  // kernels index in int32
   return (dtype == AB_BFLOAT16 || dtype == AB_FLOAT16) && std::min({R, E, N, C}) > 0 &&
-         std::max({E, N, C}) <= kMaxSize && R <= std::min(kMaxRowsPerExpert * E, kMaxRows);
+         std::max({R, E, N, C}) <= kMaxSize && E * N <= INT32_MAX && R <= kMaxRowsPerExpert * E &&
+         R / 8 + std::min(R, E) <= kMaxRanges;
 }
 
 }  // namespace anabranch::cuda

@@ -81,7 +81,8 @@ int64_t chunk_of(const ab_grouped_matmul_combine_args& args, const CombinedSizes
 
 MaybePacked weights_in(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s) {
   const bool transposed = args.transpose_w != 0;
-  return {args.w, args.w_block_scales, s.E, transposed ? s.N : s.D, transposed ? s.D : s.N, s.rows_dtype};
+  const bool reads = transposed && reads_packed(s.R, s.E, s.N, s.D, s.rows_dtype);
+  return {args.w, args.w_block_scales, s.E, transposed ? s.N : s.D, transposed ? s.D : s.N, s.rows_dtype, reads};
 }
 
 // Whether sums go to their ranks as they are computed, beside the GEMM of the next chunk: they wait for memory, and the
@@ -133,16 +134,23 @@ ab_status multiply_and_combine(const ab_grouped_matmul_combine_args& args, const
     Device rest = device;  // without the SMs of the sums of the previous chunk
     if (overlaps && first > 0) rest.multiprocessors -= multiprocessors_of_sums(device);
     if (overlaps && first >= 2 * columns) AB_RETURN_IF_ERROR(chunks.await_direct(first - 2 * columns));
-    const auto multiply = [&](const ExpertRange& range, const void* w) {
+    const auto gemm = [&](const void* w, const ExpertRange& range) {
       RowsProduct rows = gemm_of(args, s, w, first, count, buffer);
       rows.range = range;
       rows.low_rank = adapter;
       const bool k_major = rows.transposed || fp8 != nullptr;
       rows.low_rank.b = from(adapter.b, k_major ? first * adapter.rank : first, rows.dtype);
+      return rows;
+    };
+    const auto multiply = [&](const ExpertRange& range, const void* w) {
+      const RowsProduct rows = gemm(w, range);
       return fp8 == nullptr ? compute_rows_product(rows, rest, stream)
                             : compute_rows_product(fp8->gemm(rows, first), rest, stream);
     };
-    AB_RETURN_IF_ERROR(weights.for_ranges(unpacked, data<const int32_t>(args.group_sizes), rest, stream, multiply));
+    AB_RETURN_IF_ERROR(
+        weights.reads_packed()
+            ? compute_rows_product(PackedRowsProduct{gemm(nullptr, {}), weights.matrices(), first}, rest, stream)
+            : weights.for_ranges(unpacked, data<const int32_t>(args.group_sizes), rest, stream, multiply));
     GatherSum sum = sum_of(args, s, first, count, buffer);
     if (overlaps) {
       AB_RETURN_IF_ERROR(sum_directly(sum, first, count, device, &chunks, *returning));

@@ -3,7 +3,6 @@
 import copy
 import json
 
-import packed_checkpoints
 import peft
 import pytest
 import torch
@@ -12,7 +11,9 @@ from safetensors.torch import load_file
 from torch import nn
 
 import anabranch.torch.transformers as adapter
-from anabranch.torch import add_lora
+import packed_checkpoints
+from anabranch.checkpoints import check, convert
+from anabranch.torch import add_lora, pack_mxfp4, unpack
 from anabranch.torch.transformers.packed_config import packed_config
 
 FP8 = ("qwen3_moe", "deepseek_v3")
@@ -56,7 +57,7 @@ def same_bytes(a, b):
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-@pytest.mark.parametrize("name", packed_checkpoints.FIELDS)
+@pytest.mark.parametrize("name", packed_checkpoints.CONFIGS)
 def test_results_are_those_of_the_decoded_model(name, checkpoints, device):
     folder, _ = checkpoints(name)
     model, plain = load(folder).to(device), packed_checkpoints.load_plain(folder).to(device)
@@ -74,7 +75,7 @@ def test_results_are_those_of_the_decoded_model(name, checkpoints, device):
     }
 
 
-@pytest.mark.parametrize("name", packed_checkpoints.FIELDS)
+@pytest.mark.parametrize("name", packed_checkpoints.CONFIGS)
 def test_a_saved_checkpoint_has_the_names_and_bytes_of_the_loaded_one(name, checkpoints, tmp_path):
     folder, tensors = checkpoints(name)
     model = load(folder, "auto").to(torch.float32).to(torch.bfloat16)  # codes and scales keep their dtypes
@@ -272,6 +273,27 @@ def test_linear_layers_accept_parts_of_blocks():
     close(y, expected)
     cotangent = torch.randn(3, 192)
     close(*(torch.autograd.grad(value, x, cotangent)[0] for value in (y, expected)))
+
+
+@pytest.mark.parametrize("name, packed", [("qwen3_moe", "fp8_blocks"), ("gpt_oss", "mxfp4"), ("qwen3_moe", "mxfp4")])
+def test_converted_checkpoints_load(name, packed, checkpoints, tmp_path):
+    """Transformers' own loading decodes the same weights, or for its own formats alone the experts hold what we pack."""
+    source = checkpoints(name)[0] / "plain"
+    convert(source, tmp_path / "packed", packed, progress=None)
+    model = load(tmp_path / "packed")
+    if (name, packed) != ("qwen3_moe", "mxfp4"):
+        plain = packed_checkpoints.load_plain(tmp_path / "packed")
+    else:
+        plain = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+        for layer in plain.model.layers:
+            for parameter in layer.mlp.experts.parameters():
+                parameter.data = unpack(pack_mxfp4(parameter.data), torch.float32)
+    with torch.no_grad():
+        close(model(IDS).logits, plain(IDS).logits)
+    model.save_pretrained(tmp_path / "saved")
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert saved.keys() == load_file(tmp_path / "packed" / "model.safetensors").keys()
+    assert check(tmp_path / "saved", progress=None).packed == packed
 
 
 def test_experts_compile(checkpoints):

@@ -4,23 +4,40 @@ import json
 import re
 import warnings
 
-import small_models
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
 from anabranch.torch import pack_fp8, pack_mxfp4
 
-E, D, F = 4, 128, 128
-_FP8 = dict(hidden_size=D, intermediate_size=128, moe_intermediate_size=F, head_dim=64, num_experts=E)
-#: Fields of the configurations beside those of `small_models`.
-FIELDS = {
-    "gpt_oss": dict(hidden_size=64, intermediate_size=32, num_local_experts=E),
-    "qwen3_moe": _FP8,
+E = 4
+_COMMON = dict(vocab_size=96, num_hidden_layers=2, num_attention_heads=4, num_experts_per_tok=2, pad_token_id=0)
+_FP8 = _COMMON | dict(hidden_size=128, intermediate_size=128, moe_intermediate_size=128)
+CONFIGS = {
+    "gpt_oss": transformers.GptOssConfig(
+        **_COMMON,
+        hidden_size=64,
+        intermediate_size=32,
+        num_local_experts=E,
+        num_key_value_heads=2,
+        head_dim=16,
+        eos_token_id=2,
+    ),
+    "qwen3_moe": transformers.Qwen3MoeConfig(**_FP8, num_experts=E, num_key_value_heads=2, head_dim=64),
     # kv_a_proj_with_mqa has 128 columns here, since Transformers cannot decode parts of a block.
-    "deepseek_v3": _FP8
-    | dict(num_key_value_heads=4, n_routed_experts=E, q_lora_rank=128, kv_lora_rank=64, qk_rope_head_dim=64)
-    | dict(qk_nope_head_dim=32, v_head_dim=32, first_k_dense_replace=1),
+    "deepseek_v3": transformers.DeepseekV3Config(
+        **_FP8,
+        n_routed_experts=E,
+        n_group=2,
+        topk_group=1,
+        num_key_value_heads=4,
+        q_lora_rank=128,
+        kv_lora_rank=64,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        first_k_dense_replace=1,
+    ),
 }
 _MXFP4_CONFIG = {
     "quant_method": "mxfp4",
@@ -43,9 +60,8 @@ _PLAIN = re.compile(r"norm|embed|lm_head|mlp\.gate\.|bias")
 
 def write(name, folder, dtype=torch.bfloat16):
     """Writes the checkpoint of a model into a folder, in two files, and returns the tensors by name."""
-    kind = small_models.class_of(name, None)
     torch.manual_seed(0)
-    model = kind(small_models.configuration(kind.config_class, FIELDS[name])).to(dtype)
+    model = transformers.AutoModelForCausalLM.from_config(CONFIGS[name]).to(dtype)
     for path, parameter in model.named_parameters():
         if "norm" not in path:
             torch.nn.init.normal_(parameter, std=0.1)

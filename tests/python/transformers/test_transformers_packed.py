@@ -259,15 +259,16 @@ def test_models_that_cannot_be_packed_are_errors(checkpoints, tmp_path):
             transformers.AutoModelForCausalLM.from_pretrained(tmp_path, config=packed_config(config))
 
 
-def test_linear_layers_accept_parts_of_blocks():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float8_e8m0fnu])
+def test_linear_layers_accept_parts_of_blocks(dtype):
     """DeepSeek-V3's kv_a_proj_with_mqa has 576 rows, four and a half blocks."""
     torch.manual_seed(0)
-    weight = torch.randn(192, 160)
-    q, scales = packed_checkpoints.fp8(weight)
+    q, scales = packed_checkpoints.fp8(torch.randn(192, 160))
+    scales = scales if dtype == torch.float32 else scales.to(dtype)
     layer = adapter.Fp8Linear(nn.Linear(160, 192, device="meta"))
     layer.load_state_dict({"weight": q, "weight_scale_inv": scales, "bias": torch.randn(192)}, assign=True)
     layer.weight.requires_grad_(False), layer.weight_scale_inv.requires_grad_(False)
-    decoded = q.float() * scales.repeat_interleave(128, 0)[:192].repeat_interleave(128, 1)[:, :160]
+    decoded = q.float() * scales.float().repeat_interleave(128, 0)[:192].repeat_interleave(128, 1)[:, :160]
     x = torch.randn(3, 160, requires_grad=True)
     y, expected = layer(x), nn.functional.linear(x, decoded, layer.bias)
     close(y, expected)
@@ -296,10 +297,14 @@ def test_converted_checkpoints_load(name, packed, checkpoints, tmp_path):
     assert check(tmp_path / "saved", progress=None).packed == packed
 
 
-def test_experts_compile(checkpoints):
+def test_packed_modules_compile_to_one_graph(checkpoints):
     torch.compiler.reset()
-    experts = load(checkpoints("gpt_oss")[0]).model.layers[0].mlp.experts
-    x = torch.randn(5, 64)
-    arguments = x, torch.arange(10).reshape(5, 2) % 4, torch.rand(5, 2)
-    with torch.no_grad():
-        close(torch.compile(experts, fullgraph=True)(*arguments), experts(*arguments))
+    experts = add_lora(load(checkpoints("gpt_oss")[0]).model.layers[0].mlp.experts, rank=2)
+    linear = load(checkpoints("qwen3_moe")[0]).model.layers[0].self_attn.q_proj
+    fill(experts)
+    routing = torch.arange(10).reshape(5, 2) % 4, torch.rand(5, 2)
+    for module, width, arguments in ((experts, 64, routing), (linear, 128, ())):
+        x = torch.randn(5, width, requires_grad=True)
+        outputs = [f(x, *arguments) for f in (torch.compile(module, fullgraph=True, backend="aot_eager"), module)]
+        close(*outputs)
+        close(*(torch.autograd.grad(output.sum(), x)[0] for output in outputs))

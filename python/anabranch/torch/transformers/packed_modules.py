@@ -15,9 +15,12 @@ from anabranch.lora import NAMES as LORA_NAMES
 from anabranch.lora import PROJECTIONS, Lora, NewLora, factor_shapes
 from anabranch.packed import KINDS, check_kind, packed_shapes
 from anabranch.precision import BLOCK
+from anabranch.torch.binding import check
 from anabranch.torch.binding.autocast import as_autocast
+from anabranch.torch.binding.native import call
 from anabranch.torch.layer.parameters import factor_uniform_
-from anabranch.torch.ops.packed import Fp8Blocks, Packed, unpack
+from anabranch.torch.ops import torch_ops
+from anabranch.torch.ops.packed import Packed
 from anabranch.torch.transformers.experts_forward import apply_experts, split_parts, up_name
 from anabranch.torch.transformers.experts_module import flag, model_name, take_description
 
@@ -169,12 +172,18 @@ class PackedExperts(PackedModule):
 
 
 def _decoded(q: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The weights [N, C]. The last blocks of a checkpoint may be smaller than 128 x 128."""
+    """The weights [N, C]. The last blocks of a checkpoint may be smaller than 128 x 128.
+
+    Checks nothing in Python, which torch.compile does not trace in a backward pass.
+    """
     N, C = q.shape
     if N % BLOCK or C % BLOCK:
         padded = nn.functional.pad(q.view(torch.uint8), (0, -C % BLOCK, 0, -N % BLOCK))
         q = padded.view(torch.float8_e4m3fn)
-    return unpack(Fp8Blocks(q, scales), dtype)[:N, :C]
+    if scales.dtype == torch.float8_e8m0fnu:
+        scales = scales.view(torch.uint8)
+    w: Tensor = call(torch_ops.unpack, q[None], scales[None], dtype)
+    return w[0, :N, :C]
 
 
 class _Product(torch.autograd.Function):
@@ -216,6 +225,8 @@ class Fp8Linear(PackedModule, nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """x [..., C] to [..., N]."""
+        if self.weight.dtype != torch.float8_e4m3fn:
+            raise TypeError(f"weight: got {check.describe(self.weight)}, expected torch.float8_e4m3fn")
         x = as_autocast(x)
         y: Tensor = _Product.apply(x, self.weight, self.weight_scale_inv)
         return y if self.bias is None else y + self.bias.to(y.dtype)

@@ -232,10 +232,14 @@ def rewritten(checkpoints, tmp_path, name, tensors):
 
 
 def test_incomplete_checkpoints_are_errors_when_loaded(checkpoints, tmp_path):
-    tensors = checkpoints("gpt_oss")[1]
-    rest = {name: value for name, value in tensors.items() if name != "model.layers.1.mlp.experts.down_proj_scales"}
-    with pytest.raises(ValueError, match=r"model.layers.1.mlp.experts.down_proj_scales: got no such tensor"):
-        load(rewritten(checkpoints, tmp_path, "gpt_oss", rest))
+    for name, missing in (
+        ("gpt_oss", "model.layers.1.mlp.experts.down_proj_scales"),
+        ("gpt_oss", "model.layers.1.mlp.experts.down_proj_bias"),
+        ("qwen3_moe", "model.layers.0.self_attn.q_proj.weight"),
+    ):
+        rest = {key: value for key, value in checkpoints(name)[1].items() if key != missing}
+        with pytest.raises(ValueError, match=f"{missing}: got no such tensor"):
+            load(rewritten(checkpoints, tmp_path, name, rest))
     tensors = checkpoints("qwen3_moe")[1]
     rest = {name: value for name, value in tensors.items() if "layers.1.mlp.experts.2.up_proj" not in name}
     with pytest.raises(RuntimeError):  # of Transformers: three experts of up_proj beside four of gate_proj

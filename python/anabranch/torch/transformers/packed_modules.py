@@ -35,6 +35,9 @@ _SCALES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu, torch.uint8)
 class PackedModule(nn.Module):
     """A module with parameters that contain codes and scales. They keep their dtypes under `.to(dtype)`."""
 
+    #: Transformers does not initialise parameters that a checkpoint lacks: `check_loaded` refuses them.
+    _is_hf_initialized = True
+
     def _add_packed(self, name: str, packed: str, shape: tuple[int, ...]) -> None:
         """Adds the parameters of packed weights of a shape, on the meta device."""
         for field, (part, dtype) in packed_shapes(packed, shape).items():
@@ -61,12 +64,14 @@ class PackedModule(nn.Module):
           ValueError: the checkpoint lacks one, or has it with another dtype.
           NotImplementedError: one is sharded.
         """
-        for name in self.packed_names():
-            value: Tensor = getattr(self, name)
+        packed = self.packed_names()
+        for name, value in self.named_parameters(recurse=False):
             if value.is_meta:  # offloaded, and loaded in the forward pass
                 continue
             if not getattr(value, "_is_hf_initialized", False):
                 raise ValueError(f"{path}.{name}: got no such tensor in the checkpoint, expected {list(value.shape)}")
+            if name not in packed:
+                continue
             if type(value) is not nn.Parameter:
                 raise NotImplementedError(
                     f"{path}.{name}: got a {type(value).__name__}, expected a tensor that is not sharded: packed "

@@ -14,6 +14,7 @@ import pytest
 
 import anabranch.jax
 import anabranch.torch
+import packed_checkpoints
 
 ROOT = pathlib.Path(__file__).parents[3]
 MODULES = sorted(
@@ -39,13 +40,21 @@ def test_docstring_examples(name):
 ON_DEVICES = ("jax.md", "scaling.md")
 
 
+def packed_folders(path):
+    """The folders of checkpoints that models.md names."""
+    for name in packed_checkpoints.CONFIGS:
+        (path / name).mkdir()
+        packed_checkpoints.write(name, path / name)
+    return {name: path / name / ("plain" if name == "qwen3_moe" else "") for name in packed_checkpoints.CONFIGS}
+
+
 @pytest.mark.parametrize(
     "guide",
     [name for name, blocks in BLOCKS.items() if any(b[0] == "python" for b in blocks) and name not in ON_DEVICES],
 )
-def test_python_blocks_of_a_guide(guide, capsys):
+def test_python_blocks_of_a_guide(guide, capsys, tmp_path):
     """The blocks of one page run in order in one namespace; a block fenced as `text` right after one is its output."""
-    namespace: dict[str, object] = {}
+    namespace: dict[str, object] = packed_folders(tmp_path) if guide == "models.md" else {}
     for (language, source), (next_language, expected) in itertools.pairwise([*BLOCKS[guide], ("", "")]):
         if language != "python":
             continue

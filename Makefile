@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE :=
 SETUP := PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/setup
 
-.PHONY: help demo test test-cpp test-sanitizers fuzz test-python test-clients test-torch-versions test-gpu bench-gpu lint format bench wheel clean
+.PHONY: help demo test test-cpp test-sanitizers fuzz test-python test-clients test-torch-versions test-gpu bench-gpu lint format bench docs wheel clean
 
 help:
 	@echo "make demo    train a small byte-level MoE language model on this machine (about 5 minutes); ARGS=--help: options"
@@ -26,6 +26,7 @@ help:
 	@echo "             code on an emulated GPU against the CPU library, under each CPU setting;"
 	@echo "             SECONDS=600 per setting; SEED=1 (default: from the date)"
 	@echo "make lint    check formatting, clang-tidy, ruff, mypy"
+	@echo "make docs    build the site in build/site: guides, reference of both front ends and of C; check its links"
 	@echo "make bench   time this library, torch and XLA on this machine; ARGS='router --json out.json', ARGS=--help"
 	@echo "make wheel   build sdist and wheel in dist/, audit the wheel and use it without a compiler; CUDA=OFF: CPU only"
 	@echo "make format  format C++ and Python"
@@ -139,6 +140,10 @@ lint:
 format:
 	$(SETUP) lint
 	scripts/lint --fix
+
+docs:
+	$(SETUP) docs
+	VENV="$(VENV)" scripts/docs
 
 bench:
 	$(SETUP) test

@@ -9,6 +9,7 @@ from typing import Any
 
 from docutils import nodes
 from sphinx.application import Sphinx
+from sphinx.domains.python import PyObject
 from sphinx.ext.autodoc import _property_types
 from sphinx.util import logging
 
@@ -19,6 +20,7 @@ import anabranch
 
 # Both front ends export some classes. Their canonical names would be duplicates.
 _property_types._ClassDefProperties.canonical_full_name = None
+next(field for field in PyObject.doc_field_types if field.name == "variable").label = "Attributes"
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -41,6 +43,7 @@ maximum_signature_line_length = 88
 toc_object_entries_show_parents = "hide"
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
+napoleon_attr_annotations = False
 napoleon_use_rtype = False
 
 html_theme = "furo"
@@ -77,7 +80,7 @@ def escaped(line: str) -> str:
     parts = re.split(r"(`[^`]+`)", line)
     parts[::2] = [re.sub(r"\*|(?<=\w)_(?!\w)", r"\\\g<0>", part) for part in parts[::2]]
     text = re.sub(r"(?<=: )([A-Z])\.$", r"\1\.", "".join(parts))  # "num_experts: E." is no numbered list
-    return re.sub(r"^(Gradients?|Source|Sizes): ", r"**\1:** ", text)
+    return re.sub(r"(?:^|(?<=\. ))(Gradients?|Source|Sizes): ", r"**\1:** ", text)
 
 
 def from_markdown(app: Sphinx, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
@@ -97,11 +100,6 @@ def from_markdown(app: Sphinx, what: str, name: str, obj: Any, options: Any, lin
             found += map(escaped, block)
         is_prose = is_prose if is_blank else not block[0].startswith(" ") and not block[-1].startswith(" ")
     lines[:] = found
-
-
-def skip_fields(app: Sphinx, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
-    """Omits the fields of a NamedTuple as members; its docstring describes them."""
-    return True if type(obj).__name__ == "_tuplegetter" else None
 
 
 def adapt_page(app: Sphinx, docname: str, source: list[str]) -> None:
@@ -135,7 +133,6 @@ def setup(app: Sphinx) -> None:
     """Registers the functions of this file."""
     app.add_directive("c-header", CHeader)
     app.connect("autodoc-process-docstring", from_markdown, priority=100)
-    app.connect("autodoc-skip-member", skip_fields)
     app.connect("source-read", adapt_page)
     app.connect("doctree-resolved", inline_svg)
     app.connect("env-check-consistency", check_names)

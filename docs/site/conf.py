@@ -1,5 +1,6 @@
 """Configuration of Sphinx for the site: guides in Markdown, reference from docstrings and from the C headers."""
 
+import html
 import itertools
 import pathlib
 import re
@@ -14,7 +15,7 @@ from sphinx.ext.autodoc import _property_types
 from sphinx.util import logging
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
-from c_headers import CHeader
+from c_headers import INCLUDE, CHeader
 
 import anabranch
 
@@ -34,7 +35,6 @@ smartquotes_action = "D"  # quotation marks often belong to code
 exclude_patterns = ["README.md"]  # index.md includes it
 
 myst_heading_anchors = 4
-myst_enable_extensions = ["attrs_inline"]
 
 default_role = "py:obj"  # Docstrings mark code with single backticks. Names of the reference become links.
 autodoc_typehints = "none"  # Docstrings state dtypes and shapes.
@@ -116,17 +116,18 @@ def inline_svg(app: Sphinx, doctree: nodes.document, docname: str) -> None:
     for image in list(doctree.findall(nodes.image)):
         if image["uri"].endswith(".svg"):
             svg = (pathlib.Path(app.srcdir) / image["uri"]).read_text()
-            svg = svg.replace("<svg ", f'<svg role="img" aria-label="{image.get("alt", "")}" ', 1)
+            svg = svg.replace("<svg ", f'<svg role="img" aria-label="{html.escape(image["alt"])}" ', 1)
             image.replace_self(nodes.raw("", f'<span class="chart">{svg}</span>', format="html"))
 
 
 def check_names(app: Sphinx, env: Any) -> None:
     """Warns about public names that the reference lacks."""
-    objects = env.get_domain("py").objects
-    for module in map(import_module, DOCUMENTED):
-        for name in module.__all__:
-            if f"{module.__name__}.{name}" not in objects:
-                logging.getLogger(__name__).warning("the reference lacks %s.%s", module.__name__, name)
+    public = {f"{module.__name__}.{name}" for module in map(import_module, DOCUMENTED) for name in module.__all__}
+    for header in INCLUDE.glob("*.h"):
+        public |= set(re.findall(r"^(?:AB_API[^(]*\b|\} )(ab_\w+)[(;]", header.read_text(), re.MULTILINE))
+    found = {name for domain in ("py", "c") for name, *_ in env.get_domain(domain).get_objects()}
+    for name in sorted(public - found):
+        logging.getLogger(__name__).warning("the reference lacks %s", name)
 
 
 def setup(app: Sphinx) -> None:

@@ -84,6 +84,16 @@ def test_docstrings_describe_the_parameters_of_the_signature(function):
     assert {name for entry in entries for name in entry.split(", ")} <= parameters.keys()
 
 
+def test_the_site_has_every_page_and_every_public_name():
+    menu = (ROOT / "docs/site/index.md").read_text()
+    pages = [page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").glob("*.md")]
+    assert pages and not [page for page in pages if page not in menu]
+    for package in (anabranch.jax, anabranch.torch):
+        reference = (ROOT / f"docs/site/reference/{package.__name__.split('.')[1]}.rst").read_text()
+        listed = re.findall(r"^\.\. auto(?:class|function|exception):: (\w+)$", reference, re.MULTILINE)
+        assert not set(package.__all__) - set(listed)
+
+
 def test_every_path_that_a_page_names_exists():
     """Paths are relative to the root, or end a path below src/ or python/anabranch/."""
     folders = ("benchmarks", "cmake", "docs", "examples", "include", "python", "scripts", "src", "tests")

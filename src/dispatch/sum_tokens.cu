@@ -17,8 +17,8 @@ namespace {
 constexpr int kN = 8;  // elements per access
 constexpr int kVectors = 2;
 using Part = Columns<kN, kVectors>;  // of a row, 1 KiB
-constexpr int kMostWarps = 12;
-constexpr int kRows = 8;    // of a batch
+constexpr int kMostWarps = 24;
+constexpr int kRows = 4;    // of a batch
 constexpr int kStages = 2;  // batches of a warp that are being copied or summed
 constexpr int kBatchVectors = kRows * kVectors * kWarp;
 constexpr size_t kWarpBytes = size_t{kStages} * kBatchVectors * kAccessBytes;

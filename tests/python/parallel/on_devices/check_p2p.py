@@ -5,6 +5,8 @@ import functools
 import re
 from typing import ClassVar
 
+import check_packed
+import check_replay
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +23,7 @@ from anabranch.jax.parallel.peers import Peers, concrete_mesh, peers_along, reas
 from anabranch.lora import NAMES
 from lora_cases import as_lora, with_lora
 from moe_cases import operands, run_layer
+from replay_cases import record
 from routed_cases import routed_operands, run_routed
 
 EXPERT_8 = Parallel(expert_axis="expert", transport="p2p")
@@ -334,6 +337,32 @@ def test_layouts_alignment_and_dtypes_of_weights(calls, weights):
         return run_layer(arrays, put=placed(mesh, one, *layouts), parallel=one, **more)[:2]
 
     of_both(mesh, run, dict(data_axes="data"))
+
+
+@pytest.mark.parametrize("kind,precision", [("mxfp4", "highest"), ("fp8_blocks", "fp8")])
+def test_packed_weights(calls, kind, precision):
+    """Each half unpacks or reads packed weights; adapters and biases stay plain."""
+    mesh = mesh_of(expert=4, data=2)
+    arrays, weights = check_packed.arrays_of(kind, 128, 128)
+
+    def run(one, _):
+        specs = one.specs(**check_packed.PFD)
+        given = {name: put(mesh, array, *specs[name]) for name, array in arrays.items()}
+        packed = check_packed.placed(mesh, one, weights)
+        return check_packed.gradients(given, packed, parallel=one, precision=precision)
+
+    of_both(mesh, run, dict(data_axes="data"))
+    assert [operation for operation, *_ in calls] == ["sequence"] * 3
+
+
+def test_a_replay(calls):
+    """The second call of the router selects the experts to which tokens are sent."""
+    mesh, sizes = mesh_of(data=2, expert=4), (check_replay.T, check_replay.E, check_replay.K)
+    arrays = operands(*sizes, check_replay.D, check_replay.F)
+    more = check_replay.OPTIONS | {"replay": record(*sizes)}
+    options = dict(data_axes="data", capacity_factor=0.7)
+    of_both(mesh, lambda one, put: run_layer(arrays, put=put, parallel=one, **more)[:2], options)
+    assert [operation for operation, *_ in calls] == ["sequence"] * 3
 
 
 @pytest.mark.parametrize("precision", ["highest", "fp8"])

@@ -82,7 +82,10 @@ def of_two(function):
 
 #: The functions of numpy that definitions use, on torch's tensors. JAX would compile each operation for each shape.
 TORCH = types.SimpleNamespace(
-    **{name: getattr(torch, name) for name in "arange clip erf exp log log1p max mean sqrt stack sum tanh where".split()},
+    **{
+        name: getattr(torch, name)
+        for name in "arange clip erf exp log log1p max mean sqrt stack sum tanh where".split()
+    },
     **{name: of_two(getattr(torch, name)) for name in ("isin", "maximum", "minimum")},
     inf=np.inf,
 )

@@ -13,7 +13,7 @@ import numpy as np
 import peer_stand_in
 import pytest
 from jax.sharding import AxisType, Mesh
-from meshes import P, mesh_of, placed, put
+from meshes import AXIS_TYPES, P, mesh_of, placed, put
 
 from anabranch import _library
 from anabranch.jax import Parallel, moe, routed_experts
@@ -23,6 +23,7 @@ from anabranch.jax.parallel.peers import Peers, concrete_mesh, peers_along, reas
 from anabranch.lora import NAMES
 from lora_cases import as_lora, with_lora
 from moe_cases import operands, run_layer
+from pairs import pairs
 from replay_cases import record
 from routed_cases import routed_operands, run_routed
 
@@ -282,17 +283,21 @@ def assert_same(got, want):
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-@pytest.mark.parametrize(
-    "sizes,options,forced",
-    [
-        (dict(expert=8), {}, False),
-        (dict(data=2, expert=4), dict(data_axes="data", fsdp_axes="data", capacity_factor=0.8), False),
-        (dict(expert=2, tensor=2, data=2), dict(data_axes="data", tensor_axis="tensor"), True),
-    ],
-    ids=["expert", "data and capacity", "tensor and forced experts"],
-)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_layer_has_the_bits_of_ring(calls, axis_type, sizes, options, forced, dtype):
+#: Sizes of a mesh, options of Parallel, whether experts are forced.
+MESHES = {
+    "expert": (dict(expert=8), {}, False),
+    "data and capacity": (
+        dict(data=2, expert=4), dict(data_axes="data", fsdp_axes="data", capacity_factor=0.8), False,
+    ),
+    "tensor and forced experts": (
+        dict(expert=2, tensor=2, data=2), dict(data_axes="data", tensor_axis="tensor"), True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(*pairs(axis_type=AXIS_TYPES, name=list(MESHES), dtype=["float32", "bfloat16"]))
+def test_the_layer_has_the_bits_of_ring(calls, axis_type, name, dtype):
+    sizes, options, forced = MESHES[name]
     mesh, arrays = mesh_of(axis_type, **sizes), operands(64, 8, 3, 16, 24, dtype=dtype, bias=True, skew=3.0)
     more = dict(topk=3, aux_loss_coeff=0.3, z_loss_coeff=0.1)
     if forced:

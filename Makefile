@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 export PYTHONDONTWRITEBYTECODE :=
 SETUP := PYTHON="$(PYTHON)" VENV="$(VENV)" scripts/setup
 
-.PHONY: help demo test test-cpp test-sanitizers fuzz test-python test-clients test-torch-versions test-gpu bench-gpu lint format bench wheel clean
+.PHONY: help demo test test-cpp test-sanitizers fuzz test-python test-clients test-torch-versions test-gpu bench-gpu lint format bench docs wheel release-check clean
 
 help:
 	@echo "make demo    train a small byte-level MoE language model on this machine (about 5 minutes); ARGS=--help: options"
@@ -26,8 +26,10 @@ help:
 	@echo "             code on an emulated GPU against the CPU library, under each CPU setting;"
 	@echo "             SECONDS=600 per setting; SEED=1 (default: from the date)"
 	@echo "make lint    check formatting, clang-tidy, ruff, mypy"
+	@echo "make docs    build the site in build/site: guides, reference of both front ends and of C; check its links"
 	@echo "make bench   time this library, torch and XLA on this machine; ARGS='router --json out.json', ARGS=--help"
 	@echo "make wheel   build sdist and wheel in dist/, audit the wheel and use it without a compiler; CUDA=OFF: CPU only"
+	@echo "make release-check  check versions, sdist, wheel, site, and the wheel with each Python and framework; CUDA=OFF"
 	@echo "make format  format C++ and Python"
 	@echo "make clean   remove build folders and the virtual environment"
 
@@ -112,6 +114,11 @@ wheel:
 	$(SETUP) wheel
 	VENV="$(VENV)" scripts/wheel
 
+release-check:
+	$(SETUP) wheel
+	$(SETUP) docs
+	VENV="$(VENV)" $(BIN)/python scripts/release_check.py
+
 # BUILD=folder: an existing build, used with PYTHON's packages; nothing is installed or compiled.
 # ARCHITECTURES=80: code for these architectures only, in the folder build/gpu-80.
 test-gpu:
@@ -139,6 +146,10 @@ lint:
 format:
 	$(SETUP) lint
 	scripts/lint --fix
+
+docs:
+	$(SETUP) docs
+	VENV="$(VENV)" scripts/docs
 
 bench:
 	$(SETUP) test

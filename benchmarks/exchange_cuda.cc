@@ -183,7 +183,6 @@ class Rank : public Exchange {
   int rank_;
   int ranks_;
   int64_t bytes_;
-  ab_exchange* exchange_ = nullptr;
   cudaStream_t stream_ = nullptr;
   cudaEvent_t events_[2] = {};
   char* x_ = nullptr;

@@ -94,6 +94,7 @@ NAMED = {
     "qwen3-30b": LayerShape(32768, 2048, 768, 128, 8),
     "qwen3-235b": LayerShape(32768, 4096, 1536, 128, 8),
     "gpt-oss": LayerShape(32768, 2880, 2880, 32, 4),
+    "gpt-oss-120b": LayerShape(32768, 2880, 2880, 128, 4),
     "deepseek-v3": LayerShape(32768, 7168, 2048, 256, 8),
     "mixtral": LayerShape(32768, 4096, 14336, 8, 2),
 }

@@ -129,7 +129,7 @@ AB_API ab_status ab_cuda_grouped_matmul_combine_workspace(const ab_grouped_matmu
  *   - d_w_in, d_w_out: the workspace of ab_cuda_grouped_matmul_dw for the same GEMM.
  *
  * Packed weights are unpacked to the dtype of x in the workspace, for as many experts at once as fit 512 MiB, but at
- * least for one; those of experts without rows are not. ab_cuda_grouped_matmul_combine does so, too. */
+ * least for one. Those of experts without rows are not unpacked. ab_cuda_grouped_matmul_combine does the same. */
 AB_API ab_status ab_cuda_expert_ffn_forward(const ab_expert_ffn_forward_args* args, const ab_exec* exec);
 AB_API ab_status ab_cuda_expert_ffn_forward_workspace(const ab_expert_ffn_forward_args* args, const ab_exec* exec,
                                                       size_t* bytes);

@@ -56,9 +56,12 @@ AB_API ab_status ab_cuda_fp8_rows_workspace_bound(int64_t R, int64_t D, size_t* 
 AB_API ab_status ab_cuda_lora_workspace_bound(int64_t R, int64_t E, int64_t M, int64_t N, int64_t r, int32_t backward,
                                               int32_t dtype, size_t* bytes);
 
-/* Additional bytes of an operation with packed weights [E, N, C] in a GEMM of rows of a dtype. A call with two such
- * weights needs the larger of both. */
-AB_API ab_status ab_cuda_unpacked_workspace_bound(int64_t E, int64_t N, int64_t C, int32_t dtype, size_t* bytes);
+/* Additional bytes of an operation with packed weights [E, N, C] in a GEMM of R rows of a dtype. A call with two such
+ * weights needs the larger of both. backward: 1 in ab_cuda_expert_ffn_backward and in
+ * ab_cuda_grouped_matmul_combine without transpose_w, whose GEMMs do not sum over C; else 0, and few rows need no
+ * bytes. */
+AB_API ab_status ab_cuda_unpacked_workspace_bound(int64_t R, int64_t E, int64_t N, int64_t C, int32_t backward,
+                                                  int32_t dtype, size_t* bytes);
 
 /* For a call without `a`; a call that requests `a` needs no workspace. dtype is the dtype of x. */
 AB_API ab_status ab_cuda_expert_ffn_forward_workspace_bound(int64_t R, int64_t F, int32_t dtype, size_t* bytes);

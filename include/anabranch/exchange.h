@@ -11,8 +11,8 @@
  *     2. export, and exchange the handles of all ranks (all-gather of AB_EXCHANGE_HANDLE_BYTES bytes)
  *     3. connect, on every rank, with the handles in the order of the ranks. The ranks then compare their statuses; if
  *        one of them failed, all destroy their exchanges.
- *     4. all_gather, all_to_all, release: on every rank in the same order, with the same buffers, sizes, lockstep and
- *        part, and with `out` on all ranks or on none
+ *     4. all_gather, all_to_all, sum, release, and the calls of other headers that take an exchange: on every rank in
+ *        the same order, with the same buffers, sizes, lockstep and part, and with `out` on all ranks or on none
  *     5. destroy, on every rank, after its last call
  *
  * An exchange has a fixed size. To grow it, the ranks agree on the new size, destroy the old exchange, create a larger
@@ -34,8 +34,9 @@
  *
  * Errors. A wait for another rank has a time limit. When it runs out, when two ranks make different calls, or when a
  * buffer is used again before it was released, the exchange is broken on all ranks. Outputs of this and of later calls
- * are filled with bytes 0xff (NaN; -1 for signed integers), and waits return at once. On every rank, check and calls
- * return AB_INTERNAL once its device has noticed; the message names the rank that was waited for, and the step. */
+ * are NaN, or bytes 0xff for other dtypes (-1 for signed integers), and waits return at once. On every rank, check and
+ * calls return AB_INTERNAL once its device has noticed; the message names the rank that was waited for, and the step.
+ */
 #ifndef ANABRANCH_EXCHANGE_H_
 #define ANABRANCH_EXCHANGE_H_
 
@@ -175,7 +176,7 @@ typedef struct ab_exchange_sum_args {
   float factor;            /* finite */
   const ab_tensor* sums;   /* [P T, D] float: the `out` of that call */
   const ab_tensor* addend; /* [T, D] float, or NULL: zeros */
-  const ab_tensor* out;    /* [T, D] float; may be the addend */
+  const ab_tensor* out;    /* [T, D] float; may be the addend if both have one dtype */
 } ab_exchange_sum_args;
 
 AB_API ab_status ab_cuda_exchange_sum(const ab_exchange_sum_args* args, const ab_exec* exec);

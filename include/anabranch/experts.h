@@ -367,7 +367,9 @@ typedef struct ab_expert_ffn_forward_args {
   const ab_tensor* w_in_block_scales;  /* [E, D/32, P, F], or [E, D/128, P, F/128], in the order of w_in */
   const ab_tensor* w_out_block_scales; /* [E, F/32, D], or [E, F/128, D/128], in the order of w_out */
   /* Only on GPUs, or NULL. x must be the memory of a buffer of this exchange to which a started all_gather sends it.
-   * The call replaces AB_EXCHANGE_FINISH. It may compute rows of tokens before all tokens have arrived. */
+   * The call replaces AB_EXCHANGE_FINISH, which is still due if it fails. It may compute rows of tokens before all
+   * tokens have arrived. So the rows of an expert must have ascending slots, as those of ab_plan; otherwise results are
+   * wrong. */
   ab_exchange* arriving;
   int32_t arriving_buffer;
   int32_t arriving_reserved;

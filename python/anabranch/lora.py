@@ -23,6 +23,12 @@ class Lora(NamedTuple):
       b_in: [E or 1, r, P, F], or None.
       a_out: [E or 1, F, q], or None.
       b_out: [E or 1, q, D], or None.
+
+    Raises:
+      TypeError, ValueError: by the function that takes the factors: a dtype or shape differs, or a projection has one
+        factor only. The message names the field, such as "lora.a_in".
+
+    Gradients: of every factor, in its dtype. See `init_lora` for an example.
     """
 
     a_in: Any = None

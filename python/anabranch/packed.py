@@ -21,8 +21,7 @@ SCALE_RULES = {"floor": 0, "ceil": 1}
 class Mxfp4(NamedTuple):
     """Weights in MXFP4: elements of 4 bits, with a scale of one byte for 32 consecutive elements of a row.
 
-    Element 2j of a block is the low half of byte j, element 2j + 1 the high half. The weights have no gradient, and
-    tensors must not require one. Source: semantics, section 13; OCP Microscaling Formats (MX) v1.0.
+    Element 2j of a block is the low half of byte j, element 2j + 1 the high half.
 
     `pack_mxfp4` rounds elements to nearest, ties to even; a block with a NaN or an infinity becomes NaN. The scale 2^k
     of a block follows from its largest magnitude m by a rule. "floor": k = floor(log2 m) - 2, the rule of OCP, with
@@ -33,6 +32,20 @@ class Mxfp4(NamedTuple):
       codes: uint8 [..., N, C/32, 16]; for w_in [E, P, F, D/32, 16] ("pfd") or [E, F, P, D/32, 16] ("fpd"), for w_out
         [E, D, F/32, 16] ("df").
       scales: uint8 or float8_e8m0fnu [..., N, C/32]: the scale is 2^(byte - 127); 255 is NaN.
+
+    Raises:
+      TypeError, ValueError: by the function that takes the weights: a dtype or shape differs, C is not a multiple of
+        32, `w_in_layout` or `w_out_layout` is none of those above, or precision is "fp8". The message names the field,
+        such as "w_in.codes".
+
+    Gradients: none. A derivative with respect to the weights raises in JAX, tensors that require a gradient raise in
+    PyTorch. Source: semantics, section 13; OCP Microscaling Formats (MX) v1.0.
+
+    >>> from anabranch.jax import moe, pack_mxfp4
+    >>> w_in, w_out = pack_mxfp4(jnp.ones((4, 2, 64, 32))), pack_mxfp4(jnp.ones((4, 32, 64)))
+    >>> x, gate = jnp.ones((3, 32)), jnp.zeros((32, 4))
+    >>> moe(x, gate, w_in, w_out, topk=2, w_in_layout="pfd", w_out_layout="df").output.shape
+    (3, 32)
     """
 
     codes: Any
@@ -46,13 +59,24 @@ class Mxfp4(NamedTuple):
 class Fp8Blocks(NamedTuple):
     """Weights as e4m3 numbers, with a scale for every block of 128 x 128.
 
-    The weights have no gradient, and tensors must not require one. The "weight_scale_inv" of checkpoints multiplies: it
-    is this scale. `unpack` rounds a value to float32 and then to the requested dtype. Source: semantics, sections 11
-    (Q2) and 13.
+    `pack_fp8` packs weights. `unpack` rounds their values to float32 and then to the requested dtype. The
+    "weight_scale_inv" of checkpoints multiplies: it is this scale.
 
     Attributes:
       q: float8_e4m3fn [..., N, C]; for w_in [E, P, F, D] ("pfd"), for w_out [E, D, F] ("df").
       scales: [..., N/128, C/128], float32, bfloat16, float8_e8m0fnu, or uint8: then the scale is 2^(byte - 127).
+
+    Raises:
+      TypeError, ValueError: by the function that takes the weights: a dtype or shape differs, N or C is not a multiple
+        of 128, or `w_in_layout` or `w_out_layout` is not the one above. The message names the field, such as "w_in.q".
+
+    Gradients: none. A derivative with respect to the weights raises in JAX, tensors that require a gradient raise in
+    PyTorch. Source: semantics, sections 11 (Q2) and 13.
+
+    >>> from anabranch.jax import pack_fp8, unpack
+    >>> weights = pack_fp8(jnp.full((2, 128, 256), 3.0))
+    >>> weights.q.shape, weights.scales.shape, float(unpack(weights, jnp.float32)[0, 0, 0])
+    ((2, 128, 256), (2, 1, 2), 3.0)
     """
 
     q: Any

@@ -10,14 +10,25 @@ class Replay(NamedTuple):
     """A recorded routing. Replayed tokens get the recorded experts; the router selects those of all other tokens.
 
     Counts and losses are of the selection that is used. A token that the layer's token_mask masks is not replayed.
-    Source: semantics, section 14.
 
     Attributes:
       experts: int16, int32 or int64 [..., K], where K is topk; -1: no expert. Those of other tokens are not read.
-      weights: float32 [..., K], the recorded weights, used as constants: they are not multiplied by scaling_factor and
-        have no gradient. For these tokens the router has gradients from the losses only. None: the router computes the
-        weights of the recorded experts, as with `forced_experts`, and is trained through them.
+      weights: float32 [..., K], the recorded weights, used as constants: they are not multiplied by scaling_factor.
+        None: the router computes the weights of the recorded experts, as with `forced_experts`.
       mask: bool [...], True for a replayed token; None: all tokens are replayed.
+
+    Raises:
+      TypeError, ValueError: by the function that takes the replay: a dtype or shape differs, or forced_experts is given
+        too. The message names the field, such as "replay.experts".
+
+    Gradients: recorded weights have none, so that for these tokens the router has gradients from the losses only.
+    Without weights, the router is trained through the weights that it computes. Source: semantics, section 14.
+
+    >>> from anabranch.jax import Replay, moe
+    >>> x, gate, w_in, w_out = jnp.ones((3, 4)), jnp.eye(4), jnp.ones((4, 4, 2, 8)), jnp.ones((4, 8, 4))
+    >>> recorded = Replay(jnp.array([[3, 1], [0, 2], [1, 0]]), mask=jnp.array([True, True, False]))
+    >>> moe(x, gate, w_in, w_out, topk=2, replay=recorded).experts[:2].tolist()
+    [[3, 1], [0, 2]]
     """
 
     experts: Any

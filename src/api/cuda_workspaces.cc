@@ -11,6 +11,7 @@
 #include "core/workspace.h"
 #include "dispatch/workspace_sizes.h"
 #include "exchange/chunks.h"
+#include "experts/cuda/ops/packed.h"
 #include "experts/cuda/ops/workspace_sizes.h"
 #include "router/token_scale.h"
 
@@ -108,7 +109,9 @@ ab_status ab_cuda_grouped_matmul_combine_workspace_bound(int64_t R, int64_t E, i
 ab_status ab_cuda_returning_workspace_bound(int64_t R, int64_t P, int64_t T, int64_t N, int32_t dtype, size_t* bytes) {
   AB_RETURN_IF_ERROR(cuda::check_float("dtype", dtype));
   return cuda::report_bound({{{"R", R}, {"N", N}}, {{"P", P}, {"T", T}, {"N", N}}}, bytes, [&] {
-    return cuda::rows_bytes(R, exchange::return_columns(P, T, N, dtype_size(dtype)), dtype);
+    const int64_t columns = exchange::return_columns(P, T, N, dtype_size(dtype));
+    const size_t buffer = cuda::rows_bytes(R, columns, dtype);
+    return exchange::returns_directly(columns, N, dtype_size(dtype)) ? 2 * buffer : buffer;
   });
 }
 
@@ -152,10 +155,12 @@ ab_status ab_cuda_lora_workspace_bound(int64_t R, int64_t E, int64_t M, int64_t 
       });
 }
 
-ab_status ab_cuda_unpacked_workspace_bound(int64_t E, int64_t N, int64_t C, int32_t dtype, size_t* bytes) {
+ab_status ab_cuda_unpacked_workspace_bound(int64_t R, int64_t E, int64_t N, int64_t C, int32_t backward, int32_t dtype,
+                                           size_t* bytes) {
   AB_RETURN_IF_ERROR(cuda::check_float("dtype", dtype));
-  return cuda::report_bound({{{"E", E}, {"N", N}, {"C", C}}}, bytes,
-                            [&] { return cuda::unpacked_bytes(E, N, C, dtype); });
+  return cuda::report_bound({{{"R", R}}, {{"E", E}, {"N", N}, {"C", C}}}, bytes, [&] {
+    return backward == 0 && cuda::reads_packed(R, E, N, C, dtype) ? 0 : cuda::unpacked_bytes(E, N, C, dtype);
+  });
 }
 
 ab_status ab_cuda_expert_ffn_forward_workspace_bound(int64_t R, int64_t F, int32_t dtype, size_t* bytes) {

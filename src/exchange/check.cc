@@ -28,6 +28,7 @@ const char* name_of(Operation operation) {
     case Operation::all_to_all: return "all_to_all";
     case Operation::small_all_gather: return "all_gather by one kernel";
     case Operation::small_all_to_all: return "all_to_all by one kernel";
+    case Operation::returned_sums: return "returned sums";
     default: return "no operation";
   }
 }
@@ -44,10 +45,7 @@ ab_status check_call(const Args* args, const Shape& shape, const Call& call) {
     return AB_INVALID("part: got %d, expected AB_EXCHANGE_WHOLE, AB_EXCHANGE_START or AB_EXCHANGE_FINISH", args->part);
   }
   if (args->reserved != 0) return AB_INVALID("reserved: got %d, expected 0", args->reserved);
-  if (call.bytes > kMaxBlockBytes) {
-    return error(AB_UNSUPPORTED, "x: got blocks of %lld bytes, expected at most %lld",
-                 static_cast<long long>(call.bytes), static_cast<long long>(kMaxBlockBytes));
-  }
+  AB_RETURN_IF_ERROR(check_block_bytes("x", call.bytes));
   if (call.bytes * shape.ranks > shape.buffer_bytes[buffer]) {
     return AB_INVALID("x: got %d blocks of %lld bytes, expected at most the %lld bytes of buffer %d", shape.ranks,
                       static_cast<long long>(call.bytes), static_cast<long long>(shape.buffer_bytes[buffer]), buffer);
@@ -86,19 +84,20 @@ ab_status check_more(const ab_exchange_all_gather_args& args, const Shape& shape
   for (const auto& [name, x, out_name, out] : tensors) {
     if (x == nullptr && out == nullptr) continue;
     if (call->stays_in_buffer || call->part != AB_EXCHANGE_WHOLE || call->lockstep) {
-      return AB_INVALID("%s: got a tensor, expected NULL unless `out` is given, part is WHOLE and lockstep is 0", name);
+      return AB_INVALID("%s: got a tensor, expected NULL unless `out` is given, part is WHOLE and lockstep is 0",
+                        x == nullptr ? out_name : name);
     }
     AB_RETURN_IF_ERROR(check_tensor(name, x, kDtypes, {{"T"}, {"D"}}));
     AB_RETURN_IF_ERROR(
         check_tensor(out_name, out, 1u << x->dtype, {{"P T", shape.ranks * x->shape[0]}, {"D", x->shape[1]}}));
     const int64_t bytes = bytes_of(*x);
-    call->more[call->num_more++] = {data<const char>(x), data<char>(out), bytes};
+    AB_RETURN_IF_ERROR(check_block_bytes(name, bytes));
+    call->more[call->num_more++] = {data<const char>(x), data<char>(out), bytes, needed};
     all += bytes;
     needed += padded(shape.ranks * bytes);
   }
   if (call->num_more == 0) return ok();
   const int32_t buffer = call->buffer;
-  if (!is_buffer(buffer)) return check_buffer(buffer);
   if (needed > shape.buffer_bytes[buffer]) {
     return AB_INVALID(
         "x_2, x_3: got tensors that need %lld bytes together with x, expected at most the %lld bytes of "
@@ -138,9 +137,15 @@ ab_status check_create(const ab_exchange_create_args* args, const char* variable
   return ok();
 }
 
-ab_status check_buffer(int32_t buffer) {
+ab_status check_buffer(int32_t buffer, const char* name) {
   if (is_buffer(buffer)) return ok();
-  return AB_INVALID("buffer: got %d, expected an integer in [0, %d)", buffer, kBuffers);
+  return AB_INVALID("%s: got %d, expected an integer in [0, %d)", name, buffer, kBuffers);
+}
+
+ab_status check_block_bytes(const char* name, int64_t bytes) {
+  if (bytes <= kMaxBlockBytes) return ok();
+  return error(AB_UNSUPPORTED, "%s: got blocks of %lld bytes, expected at most %lld", name,
+               static_cast<long long>(bytes), static_cast<long long>(kMaxBlockBytes));
 }
 
 ab_status check_all_gather(const ab_exchange_all_gather_args* args, const Shape& shape, Call* call) {

@@ -35,6 +35,7 @@ struct MoreBlocks {
   const char* x = nullptr;
   char* out = nullptr;
   int64_t bytes = 0;
+  int64_t offset = 0;  // of its blocks in the buffer, if one kernel moves all tensors
 };
 
 // A checked call: this rank sends `bytes` bytes to every rank, from x + d * stride to rank d.
@@ -55,7 +56,11 @@ struct Call {
 };
 
 constexpr bool is_buffer(int32_t buffer) { return buffer >= 0 && buffer < kBuffers; }
-ab_status check_buffer(int32_t buffer);
+ab_status check_buffer(int32_t buffer, const char* name = "buffer");
+
+// Requires blocks of at most kMaxBlockBytes bytes. The name is that of their tensor.
+ab_status check_block_bytes(const char* name, int64_t bytes);
+
 ab_status check_all_gather(const ab_exchange_all_gather_args* args, const Shape& shape, Call* call);
 ab_status check_sum(const ab_exchange_sum_args* args, const Shape& shape);
 ab_status check_all_to_all(const ab_exchange_all_to_all_args* args, const Shape& shape, Call* call);

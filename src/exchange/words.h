@@ -12,7 +12,7 @@ using Word = uint64_t;
 
 // A small call moves its blocks by one kernel instead of copy engines, and its slices arrive as separate phases. Ranks
 // that disagree on this make different calls.
-enum class Operation : uint32_t { none, all_gather, all_to_all, small_all_gather, small_all_to_all };
+enum class Operation : uint32_t { none, all_gather, all_to_all, small_all_gather, small_all_to_all, returned_sums };
 
 // A use of a buffer. All ranks compute the same word for the same use, so that a flag is compared with one expected
 // value, and ranks that make different calls notice it.

@@ -222,6 +222,15 @@ TEST(ExchangeStatus, NamesTheRankAndTheStep) {
   EXPECT_REFUSED(
       status(FailureKind::other_call, make_use(17, Operation::all_to_all, 8), make_use(17, Operation::all_gather, 16)),
       AB_INTERNAL, "got all_to_all of 8 bytes, expected all_gather of 16 bytes");
+  EXPECT_REFUSED(status(FailureKind::other_call, make_use(17, Operation::returned_sums, 8),
+                        make_use(17, Operation::all_to_all, 8)),
+                 AB_INTERNAL, "got returned sums of 8 bytes, expected all_to_all of 8 bytes");
+}
+
+TEST(ExchangeCalls, BlocksHaveAMaximum) {
+  EXPECT_OK(check_block_bytes("x", kMaxBlockBytes));
+  EXPECT_REFUSED(check_block_bytes("out", kMaxBlockBytes + 1), AB_UNSUPPORTED, "out: got blocks of 68719476736 bytes");
+  EXPECT_REFUSED(check_buffer(4, "returning_buffer"), AB_INVALID_ARGUMENT, "returning_buffer: got 4");
 }
 
 // The handles of a group, as bytes. Rank r is on device r.

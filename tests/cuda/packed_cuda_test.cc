@@ -85,8 +85,9 @@ void check(const LoraCase& l, const Kinds& kinds) {
   }
 }
 
+// 100 rows of 6 experts are too many for the small-M kernels, which read packed weights as they are.
 LoraCase case_of(int32_t dtype, int layout, int64_t D, int64_t F, std::vector<int32_t> sizes = {3, 0, 34, 1, 0, 9}) {
-  FfnCase c{std::move(sizes), 50, D, F, 2};
+  FfnCase c{std::move(sizes), 100, D, F, 2};
   c.T = 21;
   c.K = 3;
   c.dtype = dtype;
@@ -124,15 +125,146 @@ TEST_F(PackedCuda, OptionsAndAdapters) {
   }
 }
 
-// The small-M kernels, and no rows at all.
+// The small-M kernels: cold experts, and experts with more rows than a unit.
+LoraCase few_rows_case(int32_t dtype, int layout, int64_t D, int64_t F) {
+  LoraCase l = case_of(dtype, layout, D, F, {0, 2, 0, 11, 0, 0, 1, 8, 0});
+  l.c.R = 25;
+  return l;
+}
+
+constexpr Kinds kFp8{.w_in = AB_FLOAT8_E4M3, .w_out = AB_FLOAT8_E4M3, .scales = AB_FLOAT32};
+
 TEST_F(PackedCuda, FewRows) {
-  for (const std::vector<int32_t>& sizes : {std::vector<int32_t>{0, 2, 0, 1, 5, 0}, {0, 0, 0, 0}}) {
-    LoraCase l = case_of(AB_BFLOAT16, kPfd, 128, 64, sizes);
-    l.c.R = 10;
-    check(l, {});
-    l = case_of(AB_FLOAT16, kPfd, 128, 128, sizes);
-    l.c.R = 10;
-    check(l, {.w_in = AB_FLOAT8_E4M3, .w_out = AB_FLOAT8_E4M3});
+  for (const int32_t dtype : {AB_BFLOAT16, AB_FLOAT16}) {
+    check(few_rows_case(dtype, kPfd, 32, 288), {});
+    check(few_rows_case(dtype, kFpd, 736, 96), {});
+    check(few_rows_case(dtype, kPfd, 640, 128), kFp8);
+    if (HasFatalFailure()) return;
+  }
+  for (const int32_t scales : {AB_BFLOAT16, AB_UINT8}) {
+    check(few_rows_case(AB_BFLOAT16, kPfd, 128, 256),
+          {.w_in = AB_FLOAT8_E4M3, .w_out = AB_FLOAT8_E4M3, .scales = scales});
+  }
+  check(few_rows_case(AB_BFLOAT16, kPfd, 128, 128), {.w_in = AB_FLOAT8_E4M3, .w_out = AB_FLOAT4_E2M1X2});
+  check(few_rows_case(AB_BFLOAT16, kFpd, 128, 160), {.w_in = 0});
+  LoraCase l = case_of(AB_BFLOAT16, kPfd, 128, 128, {0, 0, 0, 0});
+  l.c.R = 10;
+  check(l, {});
+  check(l, kFp8);
+}
+
+TEST_F(PackedCuda, FewRowsWithOptionsAndAdapters) {
+  for (const bool fp8 : {false, true}) {
+    LoraCase l = few_rows_case(AB_BFLOAT16, fp8 ? kPfd : kFpd, 128, 256);
+    l.r = 8;
+    l.q = 40;
+    l.shared = 5;
+    l.c.weighting = Weighting::early;
+    l.c.activation = AB_SWIGLU_OAI;
+    check(l, fp8 ? kFp8 : Kinds{});
+    l = few_rows_case(AB_FLOAT16, kPfd, 128, 128);
+    l.c.P = 1;
+    l.c.T = l.c.K = 0;
+    l.c.activation = AB_RELU2;
+    l.c.biases = false;
+    check(l, fp8 ? kFp8 : Kinds{});
+  }
+}
+
+// Sums that 8 and 16 warps share.
+TEST_F(PackedCuda, FewRowsWithLongSums) {
+  for (const int64_t size : {3584 + 128, 12288 + 128}) {
+    for (const bool fp8 : {false, true}) {
+      LoraCase l = case_of(AB_BFLOAT16, kPfd, size, fp8 ? 128 : 8, {0, 2, 1});
+      l.c.R = 4;
+      const PackedNetwork want(l, fp8 ? Kinds{.w_in = AB_FLOAT8_E4M3, .w_out = 0} : Kinds{.w_out = 0});
+      const PackedNetwork got(l, fp8 ? Kinds{.w_in = AB_FLOAT8_E4M3, .w_out = 0} : Kinds{.w_out = 0});
+      Network::forward_on_gpu(want.network.forward_args());
+      Network::forward_on_gpu(got.with_packed(got.network.forward_args()));
+      EXPECT_TRUE(got.network.net.h.is(want.network.net.h)) << size << " " << fp8;
+      EXPECT_TRUE(got.network.net.y.is(want.network.net.y)) << size << " " << fp8;
+    }
+  }
+}
+
+// Operands at any address and adapters of any rank need no other kernel. Plain weights would take one.
+TEST_F(PackedCuda, FewRowsAtAnyAddressAndRank) {
+  using A = ab_expert_ffn_forward_args;
+  for (const bool fp8 : {false, true}) {
+    for (const int32_t dtype : {AB_BFLOAT16, AB_FLOAT16}) {
+      LoraCase l = few_rows_case(dtype, kPfd, 256, 128);
+      l.r = 5;
+      l.q = 43;
+      const PackedNetwork want(l, fp8 ? kFp8 : Kinds{});
+      want.network.on_cpu();
+      const PackedNetwork got(l, fp8 ? kFp8 : Kinds{});
+      A args = got.with_packed(got.network.forward_args());
+      Mirrors mirrors;
+      for (const auto member : {&A::w_in, &A::w_out}) args.*member = mirrors.add(args.*member, 3);
+      for (const auto member : {&A::w_in_block_scales, &A::w_out_block_scales}) {
+        args.*member = mirrors.add(args.*member, fp8 ? 4 : 1);
+      }
+      for (const auto member : {&A::x, &A::b_in, &A::b_out, &A::y, &A::h, &A::lora_u, &A::lora_z, &A::lora_a_in,
+                                &A::lora_b_in, &A::lora_a_out, &A::lora_b_out}) {
+        args.*member = mirrors.add(args.*member, 2);
+      }
+      for (const auto member : {&A::slot_of_row, &A::group_sizes, &A::weights}) {
+        args.*member = mirrors.add(args.*member);
+      }
+      size_t bytes = 0;
+      EXPECT_OK(ab_cuda_expert_ffn_forward_workspace(&args, nullptr, &bytes));
+      DeviceWorkspace workspace(bytes);
+      EXPECT_OK(ab_cuda_expert_ffn_forward(&args, &workspace.exec()));
+      mirrors.fetch();
+      workspace.check();
+      compare_rows("y", want.network.net, got.network.net.y, want.network.net.y);
+      compare_rows("h", want.network.net, got.network.net.h, want.network.net.h);
+    }
+  }
+}
+
+// Rows of x are unit vectors, so results are the unpacked values, and NaN where a column has NaN or infinity.
+TEST_F(PackedFewValuesCuda, FewRowsUnpackEveryCodeAndScale) {
+  using A = ab_grouped_matmul_combine_args;
+  constexpr int64_t kE = 9, kRows = 32;
+  for (const int32_t dtype : {AB_BFLOAT16, AB_FLOAT16}) {
+    for (const int32_t kind : {AB_FLOAT4_E2M1X2, AB_FLOAT8_E4M3}) {
+      const bool fp4 = kind == AB_FLOAT4_E2M1X2;
+      const int64_t N = fp4 ? 256 : 128, C = fp4 ? 32 : 128;
+      PackedTensor packed(kE, N, C, kind, fp4 ? AB_FLOAT8_E8M0 : AB_UINT8, 3);
+      for (int64_t i = 0; i < packed.values.size(); ++i) packed.values[i] = static_cast<uint8_t>(i * 7 + i / 256);
+      for (int64_t i = 0; i < packed.byte_scales.size(); ++i) {
+        packed.byte_scales[i] = static_cast<uint8_t>(fp4 ? i * 5 : 120 + i);
+      }
+      FloatTensor plain({kE, N, C}, dtype), x({kRows, C}, dtype), out({kRows, N}, dtype), want({kRows, N}, dtype);
+      PackedNetwork::fill(packed, &plain);
+      for (int64_t r = 0; r < kRows; ++r) x.set(r * C + r * 37 % C, 1.0f);
+      std::vector<int32_t> slots(kRows);
+      std::iota(slots.begin(), slots.end(), 0);
+      const Tensor<int32_t> slot_of_row({kRows}, slots), row_of_slot({kRows, 1}, slots),
+          sizes({kE}, {9, 0, 3, 1, 2, 7, 8, 1, 1});
+      int64_t strides[2][AB_MAX_RANK] = {};
+      const ab_tensor w = packed.view({kE, N, C}, {0, 1, 2}, strides[0]);
+      const ab_tensor scales =
+          packed.scales_view({kE, fp4 ? N : N / kBlock, C / (fp4 ? 32 : kBlock)}, {0, 1, 2}, strides[1]);
+      A args{};
+      args.size = sizeof(args);
+      args.transpose_w = 1;
+      args.x = x.view();
+      args.group_sizes = sizes.view();
+      args.slot_of_row = slot_of_row.view();
+      args.row_of_slot = row_of_slot.view();
+      const auto run = [&](const ab_tensor* weights, const ab_tensor* block_scales, const ab_tensor* result) {
+        args.w = weights;
+        args.w_block_scales = block_scales;
+        args.out = result;
+        run_on_copies(ab_cuda_grouped_matmul_combine_workspace, ab_cuda_grouped_matmul_combine, args, &A::x, &A::w,
+                      &A::group_sizes, &A::slot_of_row, &A::row_of_slot, &A::out, &A::w_block_scales);
+      };
+      run(plain.view(), nullptr, want.view());
+      run(&w, &scales, out.view());
+      EXPECT_TRUE(out.is(want)) << dtype << " " << kind;
+    }
   }
 }
 
@@ -152,7 +284,7 @@ TEST_F(PackedCuda, CombinedGemms) {
   for (const int32_t dtype : kDtypes) {
     for (const int32_t kind : {AB_FLOAT4_E2M1X2, AB_FLOAT8_E4M3}) {
       for (const bool transposed : {false, true}) {
-        const int64_t E = 5, T = 20, K = 2, R = 40, M = 128, C = 256;
+        const int64_t E = 5, T = 44, K = 2, R = 88, M = 128, C = 256;
         const int64_t D = transposed ? C : M;
         const int64_t N = transposed ? M : C;
         const PackedTensor packed(E, M, C, kind, AB_FLOAT8_E8M0, 3);
@@ -161,7 +293,7 @@ TEST_F(PackedCuda, CombinedGemms) {
         x.fill_normal(4);
         std::vector<int32_t> slots(static_cast<size_t>(R));
         std::iota(slots.begin(), slots.end(), 0);
-        const Tensor<int32_t> slot_of_row({R}, slots), row_of_slot({T, K}, slots), sizes({E}, {11, 0, 17, 1, 8});
+        const Tensor<int32_t> slot_of_row({R}, slots), row_of_slot({T, K}, slots), sizes({E}, {11, 0, 17, 1, 56});
         int64_t strides[2][AB_MAX_RANK] = {};
         const bool fp4 = packed.is_fp4();
         const ab_tensor w = packed.view({E, M, C}, {0, 1, 2}, strides[0]);
@@ -258,18 +390,23 @@ TEST_F(PackedFewValuesCuda, PacksToTheBitsOfTheCpu) {
   }
 }
 
-// The workspace is at most what the bounds for a front end say.
+// The workspace is at most what the bounds for a front end say. Few rows need no memory for unpacked weights.
 TEST(PackedWorkspace, IsWithinItsBound) {
-  const PackedNetwork n(case_of(AB_BFLOAT16, kPfd, 128, 128), {});
-  size_t plain = 0, packed = 0, in = 0, out = 0;
-  const ab_expert_ffn_forward_args args = n.network.forward_args();
-  const ab_expert_ffn_forward_args with = n.with_packed(args);
-  EXPECT_OK(ab_cuda_expert_ffn_forward_workspace(&args, nullptr, &plain));
-  EXPECT_OK(ab_cuda_expert_ffn_forward_workspace(&with, nullptr, &packed));
-  EXPECT_OK(ab_cuda_unpacked_workspace_bound(6, 256, 128, AB_BFLOAT16, &in));
-  EXPECT_OK(ab_cuda_unpacked_workspace_bound(6, 128, 128, AB_BFLOAT16, &out));
-  EXPECT_GT(packed, plain);
-  EXPECT_LE(packed, plain + std::max(in, out));
+  for (const int64_t R : {96, 97}) {
+    LoraCase l = case_of(AB_BFLOAT16, kPfd, 128, 128);
+    l.c.R = R;
+    const PackedNetwork n(l, {});
+    size_t plain = 0, packed = 0, in = 0, out = 0;
+    const ab_expert_ffn_forward_args args = n.network.forward_args();
+    const ab_expert_ffn_forward_args with = n.with_packed(args);
+    EXPECT_OK(ab_cuda_expert_ffn_forward_workspace(&args, nullptr, &plain));
+    EXPECT_OK(ab_cuda_expert_ffn_forward_workspace(&with, nullptr, &packed));
+    EXPECT_OK(ab_cuda_unpacked_workspace_bound(R, 6, 256, 128, 0, AB_BFLOAT16, &in));
+    EXPECT_OK(ab_cuda_unpacked_workspace_bound(R, 6, 128, 128, 0, AB_BFLOAT16, &out));
+    EXPECT_EQ(packed > plain, R > 96);
+    EXPECT_EQ(std::max(in, out) > 0, R > 96);
+    EXPECT_LE(packed, plain + std::max(in, out));
+  }
 }
 
 }  // namespace

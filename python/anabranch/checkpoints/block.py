@@ -9,7 +9,8 @@ import numpy as np
 from anabranch import checks
 from anabranch._text import shown, typed
 from anabranch.checkpoints.families import FAMILIES
-from anabranch.checkpoints.family import Family, Stored, with_parts
+from anabranch.checkpoints.family import Family, Part, Stored, parts_of, with_parts
+from anabranch.packed import KINDS, is_packed
 
 
 class Block(NamedTuple):
@@ -17,7 +18,8 @@ class Block(NamedTuple):
 
     Attributes:
       router: gate [D, E], and gate_bias [E] and expert_bias [E] if the family has them.
-      experts: w_in, w_out, and b_in and b_out if the family has them, in the layouts of the family's options.
+      experts: w_in, w_out, and b_in and b_out if the family has them, in the layouts of the family's options. w_in and
+        w_out are `Mxfp4` or `Fp8Blocks` if the family has packed weights.
       shared: w_in [D, 2 or 1, S], w_out [S, D] and, if there is one, w_gate [D] of `shared_expert`; {} if the family
         has no shared expert.
       others: the family's further tensors, by their names after the prefix.
@@ -72,7 +74,8 @@ def load(
       A `Block`. An array that is one tensor in the checkpoint is a view of it.
 
     Raises:
-      TypeError: tensors is not a mapping, or a tensor has no floating dtype (dequantise quantised weights first).
+      TypeError: tensors is not a mapping, or a tensor has no floating dtype (quantised weights need
+        `Family.with_packed`).
       ValueError: an unknown family, a required size that is not given, a tensor that is missing, that has another
         shape or dtype than the others, or that the family does not have. Messages name the tensor, the value it has
         and the expected one.
@@ -93,8 +96,7 @@ def load(
     for place in _places(family):
         if place.part != "router" and "e" not in sizes:
             raise ValueError("num_experts: got None, expected E, which this family's router does not determine")
-        array = _assemble(source, place.stored, sizes).reshape([sizes[letter] for letter in place.axes])
-        getattr(block, place.part)[place.argument] = array.transpose(place.from_stored)
+        getattr(block, place.part)[place.argument] = _read(source, family, place, sizes)
         _check_num_experts(family, gate, sizes)
     for name, axes in family.others.items():
         block.others[name] = source.read(name, f"a tensor {_shape_text(axes, sizes)}")
@@ -102,7 +104,7 @@ def load(
     _check_num_experts(family, gate, sizes)
     if source.unread:
         raise ValueError(
-            f"{prefix or 'tensors'}: got {_some(prefix + name for name in source.unread)}, which the family does "
+            f"{prefix or 'tensors'}: got {some(prefix + name for name in source.unread)}, which the family does "
             "not have; expected only the tensors of a block after the prefix"
         )
     return block
@@ -134,18 +136,15 @@ def store(family: str | Family, block: Block, prefix: str = "") -> dict[str, np.
     tensors: dict[str, np.ndarray] = {}
     given = {(part, argument) for part in Block._fields for argument in getattr(block, part)}
     for place in _places(family):
-        axes = " ".join(place.own_axes)
-        array = _take(block, place.part, place.argument, given, _shape_text(axes, sizes))
-        _check_shape(f"{place.part}[{place.argument!r}]", array.shape, axes, sizes)
-        for name, tensor in _split(array.transpose(place.to_stored), place.stored, sizes):
+        for name, tensor in _written(block, family, place, given, sizes):
             tensors[prefix + name] = tensor
     for name, axes in family.others.items():
-        tensors[prefix + name] = _take(block, "others", name, given, _shape_text(axes, sizes))
+        tensors[prefix + name] = np.asarray(_take(block, "others", name, given, _shape_text(axes, sizes)))
         _check_shape(f"others[{name!r}]", tensors[prefix + name].shape, axes, sizes)
     _check_num_experts(family, "router['gate']", sizes)
     if given:
         raise ValueError(
-            f"block: got {_some(f'{part}[{argument!r}]' for part, argument in given)}, expected nothing there"
+            f"block: got {some(f'{part}[{argument!r}]' for part, argument in given)}, expected nothing there"
         )
     return tensors
 
@@ -222,6 +221,38 @@ def _check_num_experts(family: Family, gate: str, sizes: dict[str, int]) -> None
         raise ValueError(f"{gate}: got {sizes['e']} experts, expected at least one")
 
 
+def _read(source: "_Source", family: Family, place: _Place, sizes: dict[str, int]) -> Any:
+    """An array of the block, or a packed matrix."""
+    packed = family.packed if place.argument in ("w_in", "w_out") else None
+    if packed and place.part == "shared":  # by itself
+        scales = parts_of(packed, place.stored.letters)[1]
+        packed = packed if place.stored.names[0] + scales.suffix in source.names else None
+    arrays = [
+        _assemble(source, place.stored, sizes, part).reshape(part.shape(place.axes, sizes))
+        for part in parts_of(packed, place.stored.letters)
+    ]
+    return KINDS[packed](*arrays) if packed else arrays[0].transpose(place.from_stored)
+
+
+def _written(
+    block: Block, family: Family, place: _Place, given: set[tuple[str, str]], sizes: dict[str, int]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of an array of the block, or of a packed matrix."""
+    label, axes = f"{place.part}[{place.argument!r}]", " ".join(place.own_axes)
+    value = _take(block, place.part, place.argument, given, _shape_text(axes, sizes))
+    packed = next((name for name, kind in KINDS.items() if isinstance(value, kind)), None)
+    if place.argument in ("w_in", "w_out") and packed != family.packed and (packed or place.part == "experts"):
+        got, expected = (KINDS[name].__name__ if name else "a plain array" for name in (packed, family.packed))
+        raise ValueError(f"{label}: got {got}, expected {expected}")
+    if not is_packed(value):
+        array = np.asarray(value)
+        _check_shape(label, array.shape, axes, sizes)
+        value = (array.transpose(place.to_stored),)
+    for part, array in zip(parts_of(packed, place.stored.letters), map(np.asarray, value), strict=True):
+        _check_shape(label, part.logical(array.shape, place.axes), " ".join(place.axes), sizes)
+        yield from _split(array, place.stored, sizes, part)
+
+
 class _Source:
     """Reads the tensors with a prefix one at a time. `unread` contains the block's names that were not read yet."""
 
@@ -236,13 +267,13 @@ class _Source:
         self.names = set(names)
         if len(names) > len(self.names):
             twice = {prefix + name for name in names if names.count(name) > 1}
-            raise ValueError(f"tensors: got {_some(twice)} more than once, expected every name once")
+            raise ValueError(f"tensors: got {some(twice)} more than once, expected every name once")
         self.unread = {name for name in self.names if name.startswith(tuple(roots))}
 
     def read(self, name: str, expected: str) -> np.ndarray:
         """The tensor of that name; `expected`: its expected shape, for the message."""
         if name not in self.names:
-            found = f"found {_some(self.names)}" if self.names else "no name begins with that prefix"
+            found = f"found {some(self.names)}" if self.names else "no name begins with that prefix"
             raise ValueError(f"{self._prefix}{name}: got no such tensor, expected {expected}; {found}")
         self.unread.discard(name)
         assert self._read is not None
@@ -262,20 +293,21 @@ def _pieces(stored: Stored, num_experts: int) -> Iterator[tuple[tuple[Any, ...],
             yield tuple(at.get(letter, whole) for letter in stored.letters), name.format(e=e)
 
 
-def _assemble(source: _Source, stored: Stored, sizes: dict[str, int]) -> np.ndarray:
+def _assemble(source: _Source, stored: Stored, sizes: dict[str, int], part: Part) -> np.ndarray:
     """The whole array in the checkpoint's order; a view if it is one tensor."""
     array = None
     pieces = list(_pieces(stored, sizes.get("e", 0)))
     for at, name in pieces:
+        name += part.suffix
         tensor = source.read(name, f"a tensor {_shape_text(stored.axes, sizes)}")
-        _check_floating(source.full(name), tensor.dtype)
-        _check_shape(source.full(name), tensor.shape, stored.axes, sizes)
-        tensor = tensor.reshape([sizes[letter] for letter in stored.axes if letter not in " 1"])
+        _check_dtype(source.full(name), tensor.dtype, part)
+        _check_shape(source.full(name), part.logical(tensor.shape, stored.axes.split()), stored.axes, sizes)
+        tensor = tensor.reshape(part.shape("".join(letter for letter in stored.axes if letter not in " 1"), sizes))
         if len(pieces) == 1:
             array = tensor
             continue
         if array is None:
-            array = np.empty([sizes[letter] for letter in stored.letters], tensor.dtype)
+            array = np.empty(part.shape(stored.letters, sizes), tensor.dtype)
         if tensor.dtype != array.dtype:
             raise ValueError(
                 f"{source.full(name)}: got {tensor.dtype}, expected {array.dtype} like the other tensors of its array"
@@ -285,11 +317,12 @@ def _assemble(source: _Source, stored: Stored, sizes: dict[str, int]) -> np.ndar
     return array
 
 
-def _split(array: np.ndarray, stored: Stored, sizes: dict[str, int]) -> Iterator[tuple[str, np.ndarray]]:
+def _split(array: np.ndarray, stored: Stored, sizes: dict[str, int], part: Part) -> Iterator[tuple[str, np.ndarray]]:
     """Splits an array in the checkpoint's order into the checkpoint's tensors."""
-    array = array.reshape([sizes[letter] for letter in stored.letters])
+    array = array.reshape(part.shape(stored.letters, sizes))
     for at, name in _pieces(stored, sizes.get("e", 0)):
-        yield name, array[at].reshape([math.prod(sizes[letter] for letter in axis) for axis in stored.axes.split()])
+        shape = [math.prod(part.shape(axis, sizes)[: len(axis)]) for axis in stored.axes.split()]
+        yield name + part.suffix, array[at].reshape([*shape, *part.tail])
 
 
 def _check_shape(name: str, shape: tuple[int, ...], axes: str, sizes: dict[str, int]) -> None:
@@ -319,23 +352,24 @@ def _shape_text(axes: str, sizes: dict[str, int]) -> str:
     return f"[{', '.join(names)}]" + (f" with {', '.join(known)}" if known else "")
 
 
-def _check_floating(name: str, dtype: np.dtype) -> None:
-    if dtype.name not in ("float64", "float32", "float16", "bfloat16"):
-        raise TypeError(
-            f"{name}: got {dtype}, expected a floating dtype of 16 bits or more; dequantise quantised weights first"
-        )
+def _check_dtype(name: str, dtype: np.dtype, part: Part) -> None:
+    if dtype.name not in part.dtypes:
+        plain = "float32" in part.dtypes and not part.suffix
+        expected = "a floating dtype of 16 bits or more" if plain else " or ".join(part.dtypes)
+        hint = "; Family.with_packed reads MXFP4 and FP8 blocks, other formats must be decoded before" if plain else ""
+        raise TypeError(f"{name}: got {dtype}, expected {expected}{hint}")
 
 
-def _take(block: Block, part: str, argument: str, given: set[tuple[str, str]], expected: str) -> np.ndarray:
+def _take(block: Block, part: str, argument: str, given: set[tuple[str, str]], expected: str) -> Any:
     """Returns an array of the block and removes it from `given`, the arrays not yet used."""
     arrays = getattr(block, part)
     if argument not in arrays:
         raise ValueError(f"{part}[{argument!r}]: got none, expected {expected}")
     given.discard((part, argument))
-    return np.asarray(arrays[argument])
+    return arrays[argument]
 
 
-def _some(names: Iterable[str]) -> str:
+def some(names: Iterable[str]) -> str:
     """The first four names, and the number of further ones, for a message."""
     ordered = sorted(names)
     return ", ".join(ordered[:4]) + (f" and {len(ordered) - 4} more" if len(ordered) > 4 else "")

@@ -6,11 +6,57 @@ axes of a table [v, k] of experts.
 """
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple, Self
 
-from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS
+from anabranch import checks
+from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS, Layouts
+from anabranch.packed import KINDS, MX_BLOCK, MX_BYTES, check_kind
+from anabranch.precision import BLOCK
+
+_BYTES = ("uint8", "float8_e8m0fnu")
+
+
+class Part(NamedTuple):
+    """How a checkpoint stores one of the arrays that stand for a matrix.
+
+    Attributes:
+      suffix: what follows the name of the matrix.
+      dtypes: the allowed dtypes.
+      blocks: the number of elements of the matrix along an axis that share an element of this array, by letter.
+      tail: further axes at the end.
+    """
+
+    suffix: str
+    dtypes: tuple[str, ...]
+    blocks: Mapping[str, int]
+    tail: tuple[int, ...] = ()
+
+    def shape(self, letters: str, sizes: Mapping[str, int]) -> list[int]:
+        """The shape of this array with an axis per letter."""
+        return [sizes[letter] // self.blocks.get(letter, 1) for letter in letters] + [*self.tail]
+
+    def logical(self, shape: Sequence[int], axes: Sequence[str]) -> tuple[int, ...]:
+        """The shape of the matrix, with these axes, that an array of a shape belongs to."""
+        leading = tuple(shape[: len(shape) - len(self.tail)])
+        if len(leading) != len(axes) or tuple(shape[len(leading) :]) != self.tail:
+            return tuple(shape)
+        for i, axis in enumerate(axes):
+            for letter in axis:
+                leading = (*leading[:i], leading[i] * self.blocks.get(letter, 1), *leading[i + 1 :])
+        return leading
+
+
+def parts_of(packed: str | None, letters: str) -> tuple[Part, ...]:
+    """The arrays that stand for a matrix with these axes, in the order of its packed type."""
+    if packed is None:
+        return (Part("", ("float64", "float32", "float16", "bfloat16"), {}),)
+    if packed == "mxfp4":
+        blocks = {letters[-1]: MX_BLOCK}
+        return Part("_blocks", ("uint8",), blocks, (MX_BYTES,)), Part("_scales", _BYTES, blocks)
+    blocks = {letter: BLOCK for letter in letters if letter not in "ep1"}
+    return Part("", ("float8_e4m3fn",), {}), Part("_scale_inv", ("float32", "bfloat16", *_BYTES), blocks)
 
 
 @dataclass(frozen=True)
@@ -70,6 +116,7 @@ class Family:
       activation: the experts' activation, with the published parameters; None if it differs between layers, so that
         the caller passes one.
       roots: the prefixes, after the block's prefix, of names that belong to the block; "": all names.
+      packed: the format of w_in and w_out, "mxfp4" or "fp8_blocks", see `with_packed`; None: they are plain.
     """
 
     gate: Stored
@@ -87,6 +134,7 @@ class Family:
     router_options: Mapping[str, Any] = field(default_factory=dict)
     activation: Any = "silu"
     roots: tuple[str, ...] = ("",)
+    packed: str | None = None
 
     def __post_init__(self) -> None:
         for name, layouts, got in (
@@ -95,6 +143,36 @@ class Family:
         ):
             if got not in layouts:
                 raise ValueError(f"{name}: got the axes e {got}, expected e and one of {', '.join(layouts)}")
+
+    def with_packed(self, packed: str) -> Self:
+        """The family with packed experts, whose contracted dimension is the last one.
+
+        | packed | tensors | as in |
+        |---|---|---|
+        | "mxfp4" | `NAME_blocks` uint8 [..., N, C/32, 16], `NAME_scales` uint8 [..., N, C/32] | gpt-oss |
+        | "fp8_blocks" | `NAME` float8_e4m3fn [..., N, C], `NAME_scale_inv` [..., N/128, C/128] | DeepSeek-V3, Qwen3-FP8 |
+
+        NAME is the plain tensor's name. `load` returns an `Mxfp4` or `Fp8Blocks` of numpy arrays as w_in and w_out. The
+        matrices of a shared expert are `Fp8Blocks` if they are in FP8, too: [P, S, D] and [D, S].
+
+        Raises:
+          ValueError: another format, or one that the family's storage does not allow.
+
+        >>> from anabranch.checkpoints import FAMILIES
+        >>> FAMILIES["gpt_oss"].with_packed("mxfp4").w_in
+        Stored(name='experts.gate_up_proj', axes='e fp d')
+        """  # noqa: E501
+        packed = checks.choice("packed", packed, tuple(KINDS))
+
+        def last(stored: Stored, letter: str) -> Stored:
+            axes = sorted(stored.axes.split(), key=lambda axis: axis == letter)
+            if axes[-1] != letter or "ef" in axes:
+                raise ValueError(f"packed: got {packed!r} with tensors {stored.axes!r}, expected an axis of its own")
+            return replace(stored, axes=" ".join(axes))
+
+        family = replace(self, w_in=last(self.w_in, "d"), w_out=last(self.w_out, "f"), packed=packed)
+        check_kind(packed, Layouts(family.w_in_layout, family.w_out_layout), "highest")
+        return family
 
     @property
     def parts(self) -> int:

@@ -10,8 +10,8 @@ ab_status ArrivingTokens::find(const char* name, const ab_exchange* exchange, in
                                ArrivingTokens* arriving) {
   *arriving = {};
   if (exchange == nullptr) return ok();
-  AB_RETURN_IF_ERROR(check_usable(exchange));
-  AB_RETURN_IF_ERROR(exchange::check_buffer(buffer));
+  AB_RETURN_IF_ERROR(check_usable(exchange, "arriving"));
+  AB_RETURN_IF_ERROR(exchange::check_buffer(buffer, "arriving_buffer"));
   if (tokens == nullptr) return AB_INVALID("%s: got NULL, expected the tokens that arrive", name);
   arriving->exchange_ = exchange;
   arriving->buffer_ = buffer;

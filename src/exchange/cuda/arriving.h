@@ -1,5 +1,6 @@
 // Tokens [P T, D] that a started all_gather is sending to a buffer, for a call that reads them there. Such a call
-// stands for part AB_EXCHANGE_FINISH of the all_gather. It may begin with the tokens of the sources that arrive first.
+// replaces part AB_EXCHANGE_FINISH of the all_gather. It may begin with the tokens of the sources that arrive first.
+// Tokens that are overwritten after the wait, because the exchange broke, are not noticed: the next call reports it.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,7 +14,7 @@ namespace anabranch::cuda {
 
 class ArrivingTokens {
  public:
-  // Tokens that do not arrive: nothing waits for them.
+  // No tokens arrive; the waits do nothing.
   ArrivingTokens() = default;
 
   // The tokens that arrive in a buffer of an exchange; exchange NULL: none do. The name is that of the argument.

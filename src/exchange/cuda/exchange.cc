@@ -50,17 +50,17 @@ ab_status check_failure(const ab_exchange& exchange) {
   return exchange::status_of(*report, exchange.group.limit);
 }
 
-ab_status check_usable(const ab_exchange* exchange) {
+ab_status check_usable(const ab_exchange* exchange, const char* name) {
   if (exchange == nullptr) {
-    return AB_INVALID("exchange: got NULL, expected an exchange of ab_cuda_exchange_create");
+    return AB_INVALID("%s: got NULL, expected an exchange of ab_cuda_exchange_create", name);
   }
   if (!exchange->connected) {
-    return AB_INVALID("exchange: got an exchange that is not connected, expected ab_cuda_exchange_connect first");
+    return AB_INVALID("%s: got an exchange that is not connected, expected ab_cuda_exchange_connect first", name);
   }
   int device = 0;
   AB_RETURN_IF_CUDA_ERROR("cudaGetDevice", cudaGetDevice(&device));
   if (device != exchange->arena.device) {
-    return AB_INVALID("exchange: got a call on device %d, expected its device %d", device, exchange->arena.device);
+    return AB_INVALID("%s: got a call on device %d, expected its device %d", name, device, exchange->arena.device);
   }
   return check_failure(*exchange);
 }

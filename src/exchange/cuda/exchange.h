@@ -22,7 +22,7 @@ struct ab_exchange {
   char* buffers[anabranch::exchange::kMaxRanks]{};
   bool opened[anabranch::exchange::kMaxRanks]{};  // by cudaIpc
 
-  std::mutex calls;  // held while a call enqueues its work
+  std::mutex calls;  // held while a call enqueues copies or begins, ends or releases a use
 };
 
 namespace anabranch::cuda {
@@ -36,7 +36,7 @@ int64_t bytes_of_buffers(const exchange::Shape& shape);
 // AB_INTERNAL if the exchange is broken.
 ab_status check_failure(const ab_exchange& exchange);
 
-// Whether calls can be made on an exchange, which may be NULL, on the current device.
-ab_status check_usable(const ab_exchange* exchange);
+// Whether calls can be made on an exchange, which may be NULL, on the current device. The name is that of the argument.
+ab_status check_usable(const ab_exchange* exchange, const char* name = "exchange");
 
 }  // namespace anabranch::cuda

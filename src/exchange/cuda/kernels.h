@@ -18,8 +18,8 @@ ab_status load_kernels();
 ab_status launch_begin(const exchange::Group& group, int buffer, exchange::Operation operation, int64_t bytes,
                        cudaStream_t stream);
 
-// Protocol::await_arrival() for a phase and some sources. Phases after the first are forgotten, since not every use
-// pushes them. If the exchange is broken, the memory is filled with bytes 0xff.
+// Protocol::await_arrival() for a phase and some sources. The flags of phases after the first are cleared, since not
+// every use pushes them. If the exchange is broken, the memory is filled with bytes 0xff.
 struct Arrivals {
   int buffer;
   int phase = 0;
@@ -39,6 +39,9 @@ struct Collection {
   int64_t bytes;
 };
 ab_status launch_collect(const exchange::Group& group, const Collection& collection, cudaStream_t stream);
+
+// Protocol::signal() of a phase of the current use to all peers, for data that earlier kernels of the stream pushed.
+ab_status launch_signal(const exchange::Group& group, int buffer, int phase, cudaStream_t stream);
 
 // Protocol::release() for all ranks.
 ab_status launch_release(const exchange::Group& group, int buffer, cudaStream_t stream);

@@ -1,4 +1,4 @@
-// ab_cuda_exchange_all_gather, ab_cuda_exchange_all_to_all and ab_cuda_exchange_release.
+// ab_cuda_exchange_all_gather, ab_cuda_exchange_all_to_all, ab_cuda_exchange_sum and ab_cuda_exchange_release.
 #include "core/cuda/launch.h"
 #include "core/entry.h"
 #include "exchange/cuda/returning.h"
@@ -47,27 +47,18 @@ ab_status receive(const ab_exchange& exchange, const Call& call, cudaStream_t st
   return launch_collect(exchange.group, {call.buffer, buffer, own_block(exchange, call), call.out, call.bytes}, stream);
 }
 
-ab_status join(const ab_exchange& exchange, int buffer, cudaStream_t stream) {
-  AB_RETURN_IF_ERROR(await_local_copies(exchange, buffer, stream));
-  return await_pushes(exchange, buffer, stream);
-}
-
 ab_status run_small(const ab_exchange& exchange, const Call& call, cudaStream_t stream) {
   SmallCall small{};
   small.operation = call.operation;
   small.buffer = call.buffer;
   for (int r = 0; r < exchange.shape.ranks; ++r) small.places[r] = buffer_of(exchange, r, call.buffer);
-  const auto add = [&](int64_t bytes, int64_t stride, const char* x, char* out) {
-    int64_t offset = 0;
-    if (small.count > 0) {
-      const SmallBlocks& before = small.tensors[small.count - 1];
-      offset = before.offset + (exchange.shape.ranks * before.bytes + 15) / 16 * 16;
-    }
-    small.tensors[small.count++] = {bytes, stride, x, out, offset, 0};
-    small.bytes += bytes;
-  };
-  add(call.bytes, call.stride, call.x, call.out);
-  for (int i = 0; i < call.num_more; ++i) add(call.more[i].bytes, 0, call.more[i].x, call.more[i].out);
+  small.tensors[small.count++] = {call.bytes, call.stride, call.x, call.out, 0, 0};
+  small.bytes = call.bytes;
+  for (int i = 0; i < call.num_more; ++i) {
+    const exchange::MoreBlocks& more = call.more[i];
+    small.tensors[small.count++] = {more.bytes, 0, more.x, more.out, more.offset, 0};
+    small.bytes += more.bytes;
+  }
   return launch_small_call(exchange.group, small, stream);
 }
 
@@ -142,7 +133,8 @@ extern "C" ab_status ab_cuda_exchange_sum(const ab_exchange_sum_args* args, cons
   AB_RETURN_IF_ERROR(cuda::check_usable(args->exchange));
   AB_RETURN_IF_ERROR(exchange::check_sum(args, args->exchange->shape));
   cuda::ReturningSums returning;
-  AB_RETURN_IF_ERROR(cuda::describe_returning("sums", args->exchange, args->buffer, *args->sums, &returning));
+  AB_RETURN_IF_ERROR(
+      cuda::describe_returning({"sums", "exchange", "buffer"}, args->exchange, args->buffer, *args->sums, &returning));
   std::lock_guard lock(args->exchange->calls);
   return cuda::sum_returned(returning, args->factor, args->addend, *args->out, cuda::stream_of(exec));
 }

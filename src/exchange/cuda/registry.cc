@@ -28,8 +28,7 @@ ab_status join_copies(ab_exchange* exchange, void* stream) {
   std::lock_guard lock(exchange->calls);
   constexpr int kBuffer = 0;  // the events of any buffer follow all copies so far
   AB_RETURN_IF_ERROR(cuda::end_copies(*exchange, kBuffer));
-  AB_RETURN_IF_ERROR(cuda::await_local_copies(*exchange, kBuffer, static_cast<cudaStream_t>(stream)));
-  return cuda::await_pushes(*exchange, kBuffer, static_cast<cudaStream_t>(stream));
+  return cuda::join(*exchange, kBuffer, static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace anabranch::exchange

@@ -26,18 +26,51 @@ struct ReturningSums {
   int64_t block(int64_t rank, int64_t chunk_columns) const;
 };
 
-// Describes sums [P T, D]. The name is that of the argument.
-ab_status describe_returning(const char* name, const ab_exchange* exchange, int32_t buffer, const ab_tensor& sums,
-                             ReturningSums* returning);
+// The names of the arguments of a call, for messages.
+struct ReturnNames {
+  const char* sums;
+  const char* exchange;
+  const char* buffer;
+};
 
-// Before the first chunk is pushed.
-ab_status begin_return(const ReturningSums& returning, cudaStream_t stream);
+// Describes sums [P T, D].
+ab_status describe_returning(const ReturnNames& names, const ab_exchange* exchange, int32_t buffer,
+                             const ab_tensor& sums, ReturningSums* returning);
 
-// Pushes `columns` columns from column `first` on. Pushes overlap with what is enqueued on `stream` later.
-ab_status push_chunk(const ReturningSums& returning, int64_t first, int64_t columns, cudaStream_t stream);
+// The pushes of the chunks of sums. Either copy engines push sums that have been computed, by push(); or a kernel that
+// computes sums stores them where they belong, between begin_direct() and end_direct(), beside what the call enqueues
+// on its own stream later. If the call fails in between, the destructor makes its stream wait for what was enqueued on
+// other streams so far, which still reads memory of the call.
+class Return {
+ public:
+  Return(const ReturningSums* sums, cudaStream_t stream) : sums_(sums), stream_(stream) {}
+  Return(const Return&) = delete;
+  Return& operator=(const Return&) = delete;
+  ~Return();
 
-// After the last chunk.
-ab_status end_return(const ReturningSums& returning);
+  // Pushes `columns` columns from column `first` on; column 0 comes first. Pushes overlap with what is enqueued on the
+  // stream later.
+  ab_status push(int64_t first, int64_t columns);
+
+  // Returns the stream for a kernel that stores the chunk that begins at column `first`. So far that stream runs after
+  // the stream of the call.
+  ab_status begin_direct(int64_t first, cudaStream_t* stream);
+  // Where the sums [T, columns] for a rank belong.
+  void* place(int rank, int64_t first, int64_t columns) const;
+  ab_status end_direct(int64_t first);
+  // The stream of the call waits for end_direct() of a chunk, which is the last or the one before.
+  ab_status await_direct(int64_t first);
+
+  // After the last chunk.
+  ab_status end();
+
+ private:
+  ab_status begin(cudaStream_t stream);
+
+  const ReturningSums* sums_;
+  cudaStream_t stream_;
+  bool has_begun_ = false;
+};
 
 // out = factor times the sums of all ranks, plus addend. Waits for each chunk of the peers before it reads it, and
 // releases the buffer.

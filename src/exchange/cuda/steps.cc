@@ -32,6 +32,11 @@ ab_status await_local_copies(const ab_exchange& exchange, int buffer, cudaStream
   return ok();
 }
 
+ab_status join(const ab_exchange& exchange, int buffer, cudaStream_t stream) {
+  AB_RETURN_IF_ERROR(await_local_copies(exchange, buffer, stream));
+  return await_pushes(exchange, buffer, stream);
+}
+
 int push_order(const ab_exchange& exchange, int step) { return (exchange.shape.rank + step) % exchange.shape.ranks; }
 
 ab_status push(const ab_exchange& exchange, int buffer, int to, int64_t offset, const void* from, int64_t bytes) {

@@ -7,15 +7,12 @@
 //       push, signal       for every peer in the order of push_order(), for every phase
 //       copy_locally
 //     end_copies
-//     await_arrivals       by this step, or by a kernel that compares Flags::arrived with Flags::use itself
+//     await_local_copies, await_arrivals
 //       ... kernels that read the buffer ...
 //     release_use          or collect, which copies the blocks out of the buffer and releases it
 //     await_pushes         afterwards the caller may overwrite what was pushed
 //
 // A small call (small_call.h) is one kernel instead.
-//
-// A kernel that waits for arrivals itself may fill the device: nothing that its arrivals depend on needs an SM once
-// begin_use has run.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -36,6 +33,9 @@ ab_status end_copies(const ab_exchange& exchange, int buffer);
 
 ab_status await_pushes(const ab_exchange& exchange, int buffer, cudaStream_t stream);
 ab_status await_local_copies(const ab_exchange& exchange, int buffer, cudaStream_t stream);
+
+// Both.
+ab_status join(const ab_exchange& exchange, int buffer, cudaStream_t stream);
 
 // The rank that this rank pushes to in step i, 1 <= i < P. In every step each rank is pushed to by one rank.
 int push_order(const ab_exchange& exchange, int step);

@@ -258,7 +258,7 @@ struct Backward {
     return {.map = map, .d_out = d_out, .weighted_a = weighted_a, .dh = dh, .scratch = scratch};
   }
 
-  // On the d_out that is arriving.
+  // Computes the gradients of the intermediate rows while d_out is arriving.
   ab_status compute_arriving_intermediate(const Device& device, cudaStream_t stream) const {
     const auto compute = [&](const IntermediateGradient& gradient) {
       return compute_intermediate_gradient(gradient, device, stream);

@@ -66,8 +66,10 @@ struct Forward {
         lora_in(workspace, lora_u, lora_b_in, {s.R, s.E}, s.P * s.F, s.rank_in, s.dtype, fp8),
         lora_out(workspace, lora_z, lora_b_out, {s.R, s.E}, s.D, args.y == nullptr ? 0 : s.rank_out, s.dtype, fp8),
         bounds(workspace.take<int32_t>(args.arriving == nullptr ? 0 : 2 * s.E)),
-        plain_w_in(args.w_in, args.w_in_block_scales, s.E, s.P * s.F, s.D, s.dtype),
-        plain_w_out(args.w_out, args.w_out_block_scales, s.E, s.D, s.F, s.dtype),
+        plain_w_in(args.w_in, args.w_in_block_scales, s.E, s.P * s.F, s.D, s.dtype,
+                   reads_packed(s.R, s.E, s.P * s.F, s.D, s.dtype)),
+        plain_w_out(args.w_out, args.w_out_block_scales, s.E, s.D, s.F, s.dtype,
+                    reads_packed(s.R, s.E, s.D, s.F, s.dtype)),
         unpacked(workspace.take_bytes(std::max(plain_w_in.scratch_bytes(), plain_w_out.scratch_bytes()))) {
     if (fp8) take_fp8();
   }
@@ -110,6 +112,9 @@ struct Forward {
     AB_RETURN_IF_ERROR(compute_up_of_rows(device, stream));
     AB_RETURN_IF_ERROR(compute_z(device, stream));
     if (args.y == nullptr) return ok();
+    if (plain_w_out.reads_packed()) {
+      return compute_rows_product(PackedRowsProduct{down(), plain_w_out.matrices()}, device, stream);
+    }
     return plain_w_out.for_ranges(unpacked, group_sizes(), device, stream, [&](auto range, const void* w) {
       RowsProduct op = down();
       op.range = range;
@@ -127,6 +132,7 @@ struct Forward {
     }
     if (arriving) AB_RETURN_IF_ERROR(arriving.await_all(stream));
     AB_RETURN_IF_ERROR(compute_u(device, stream));
+    if (plain_w_in.reads_packed()) return compute_up(PackedUp{up(), plain_w_in.matrices()}, device, stream);
     return plain_w_in.for_ranges(unpacked, group_sizes(), device, stream, [&](auto range, void* w) {
       Up op = up();
       op.range = range;

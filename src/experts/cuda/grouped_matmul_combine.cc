@@ -8,7 +8,9 @@
 #include "core/cuda/launch.h"
 #include "core/entry.h"
 #include "core/tensor.h"
+#include "dispatch/columns_from.h"
 #include "dispatch/combine.h"
+#include "dispatch/sum_tokens.h"
 #include "exchange/chunks.h"
 #include "experts/column_chunks.h"
 #include "experts/cuda/fp8_product.h"
@@ -25,12 +27,6 @@ namespace {
 void* from(const void* data, int64_t first, int32_t dtype) {
   if (data == nullptr) return nullptr;
   return const_cast<char*>(static_cast<const char*>(data)) + first * dtype_size(dtype);
-}
-
-Rows window(const ab_tensor* tensor, int64_t first) {
-  Rows rows(tensor);
-  rows.data = static_cast<char*>(from(rows.data, first, rows.dtype));
-  return rows;
 }
 
 // The GEMM of columns first ... first + columns - 1 of w, into the buffer.
@@ -69,8 +65,8 @@ GatherSum sum_of(const ab_grouped_matmul_combine_args& args, const CombinedSizes
   sum.maps.row_of_slot = data<int32_t>(args.row_of_slot);
   sum.rows = Rows(&rows);
   if (args.weight_early == 0) sum.weights = Floats(args.weights);
-  sum.out = window(args.out, first);
-  sum.addend = window(args.addend, first);
+  sum.out = columns_from(args.out, first);
+  sum.addend = columns_from(args.addend, first);
   return sum;
 }
 
@@ -85,43 +81,90 @@ int64_t chunk_of(const ab_grouped_matmul_combine_args& args, const CombinedSizes
 
 MaybePacked weights_in(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s) {
   const bool transposed = args.transpose_w != 0;
-  return {args.w, args.w_block_scales, s.E, transposed ? s.N : s.D, transposed ? s.D : s.N, s.rows_dtype};
+  const bool reads = transposed && reads_packed(s.R, s.E, s.N, s.D, s.rows_dtype);
+  return {args.w, args.w_block_scales, s.E, transposed ? s.N : s.D, transposed ? s.D : s.N, s.rows_dtype, reads};
 }
 
-size_t buffer_bytes(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s) {
-  return rows_bytes(s.R, chunk_of(args, s), s.rows_dtype);
+// Whether sums go to their ranks as they are computed, beside the GEMM of the next chunk: they wait for memory, and the
+// GEMM for tensor cores. Then chunks alternate between two buffers of rows.
+bool sums_go_directly(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s) {
+  if (args.returning == nullptr || args.addend != nullptr) return false;
+  const bool is_aligned = reinterpret_cast<uintptr_t>(args.out->data) % 16 == 0;
+  return is_aligned && exchange::returns_directly(chunk_of(args, s), s.N, dtype_size(args.out->dtype)) &&
+         fits_token_sums(s.K, s.rows_dtype, args.out->dtype);
+}
+
+// The SMs that the sums of a chunk take from the GEMM of the next one.
+int multiprocessors_of_sums(const Device& device) { return device.multiprocessors / 6; }
+
+// The last chunk has no GEMM beside it.
+ab_status sum_directly(const GatherSum& sum, int64_t first, int64_t columns, const Device& device, Return* chunks,
+                       const ReturningSums& returning) {
+  cudaStream_t stream = nullptr;
+  AB_RETURN_IF_ERROR(chunks->begin_direct(first, &stream));
+  Places places{{}, returning.T};
+  for (int r = 0; r < returning.ranks(); ++r) places.data[r] = chunks->place(r, first, columns);
+  const bool is_last = first + columns == returning.D;
+  const int blocks = is_last ? device.multiprocessors : multiprocessors_of_sums(device);
+  AB_RETURN_IF_ERROR(compute_token_sums(sum, places, device, blocks, stream));
+  return chunks->end_direct(first);
+}
+
+RowBuffers take_buffers(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s, Workspace* workspace) {
+  const size_t bytes = rows_bytes(s.R, chunk_of(args, s), s.rows_dtype);
+  void* const first = workspace->take_bytes(bytes);
+  return {first, sums_go_directly(args, s) ? workspace->take_bytes(bytes) : nullptr};
 }
 
 }  // namespace
 
-// The GEMM of a chunk overwrites rows that the sums of the previous chunk read, and it may launch before these have
-// finished. This is safe: each kernel waits for the completion of the previous one before its first memory access.
+// The GEMM of a chunk overwrites rows that the sums of an earlier chunk read, and it may launch before these have
+// finished. This is safe: each kernel waits for the completion of the previous one before its first memory access, or
+// the stream waits for sums on another stream.
 ab_status multiply_and_combine(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s, int64_t columns,
-                               void* buffer, const Device& device, cudaStream_t stream, const LowRank& adapter,
-                               const Fp8Product<ab_grouped_matmul_combine_args>* fp8, void* unpacked,
-                               const ReturningSums* returning) {
+                               const RowBuffers& buffers, const Device& device, cudaStream_t stream,
+                               const LowRank& adapter, const Fp8Product<ab_grouped_matmul_combine_args>* fp8,
+                               void* unpacked, const ReturningSums* returning) {
   const MaybePacked weights = weights_in(args, s);
+  const bool overlaps = buffers.second != nullptr;
+  Return chunks(returning, stream);
   for (int64_t first = 0; first < s.N; first += columns) {
     const int64_t count = std::min(columns, s.N - first);
-    const auto multiply = [&](const ExpertRange& range, const void* w) {
+    void* const buffer = overlaps && first / columns % 2 != 0 ? buffers.second : buffers.first;
+    Device rest = device;  // without the SMs of the sums of the previous chunk
+    if (overlaps && first > 0) rest.multiprocessors -= multiprocessors_of_sums(device);
+    if (overlaps && first >= 2 * columns) AB_RETURN_IF_ERROR(chunks.await_direct(first - 2 * columns));
+    const auto gemm = [&](const void* w, const ExpertRange& range) {
       RowsProduct rows = gemm_of(args, s, w, first, count, buffer);
       rows.range = range;
       rows.low_rank = adapter;
       const bool k_major = rows.transposed || fp8 != nullptr;
       rows.low_rank.b = from(adapter.b, k_major ? first * adapter.rank : first, rows.dtype);
-      return fp8 == nullptr ? compute_rows_product(rows, device, stream)
-                            : compute_rows_product(fp8->gemm(rows, first), device, stream);
+      return rows;
     };
-    AB_RETURN_IF_ERROR(weights.for_ranges(unpacked, data<const int32_t>(args.group_sizes), device, stream, multiply));
+    const auto multiply = [&](const ExpertRange& range, const void* w) {
+      const RowsProduct rows = gemm(w, range);
+      return fp8 == nullptr ? compute_rows_product(rows, rest, stream)
+                            : compute_rows_product(fp8->gemm(rows, first), rest, stream);
+    };
+    AB_RETURN_IF_ERROR(
+        weights.reads_packed()
+            ? compute_rows_product(PackedRowsProduct{gemm(nullptr, {}), weights.matrices(), first}, rest, stream)
+            : weights.for_ranges(unpacked, data<const int32_t>(args.group_sizes), rest, stream, multiply));
     GatherSum sum = sum_of(args, s, first, count, buffer);
+    if (overlaps) {
+      AB_RETURN_IF_ERROR(sum_directly(sum, first, count, device, &chunks, *returning));
+      if (first + count == s.N) AB_RETURN_IF_ERROR(chunks.await_direct(first));
+      continue;
+    }
     if (returning != nullptr) {
       const ab_tensor chunk{returning->sums + returning->chunk(first), sum.out.dtype, 2, {s.T, count}, nullptr};
       sum.out = Rows(&chunk);
     }
     AB_RETURN_IF_ERROR(compute_sum(sum, stream));
-    if (returning != nullptr) AB_RETURN_IF_ERROR(push_chunk(*returning, first, count, stream));
+    if (returning != nullptr) AB_RETURN_IF_ERROR(chunks.push(first, count));
   }
-  return returning == nullptr ? ok() : end_return(*returning);
+  return chunks.end();
 }
 
 }  // namespace anabranch::cuda
@@ -137,7 +180,7 @@ ab_status ab_cuda_grouped_matmul_combine_workspace(const ab_grouped_matmul_combi
   AB_RETURN_IF_ERROR(check(args, &s));
   cuda::Fp8Product fp8(*args, s, nullptr);
   const cuda::ProductAdapter adapter(fp8.workspace, *args, s, s.rows_dtype);
-  fp8.workspace.take_bytes(cuda::buffer_bytes(*args, s));
+  cuda::take_buffers(*args, s, &fp8.workspace);
   fp8.workspace.take_bytes(cuda::weights_in(*args, s).scratch_bytes());
   return report_workspace(fp8.workspace.size(), bytes);
 }
@@ -146,9 +189,14 @@ ab_status ab_cuda_grouped_matmul_combine(const ab_grouped_matmul_combine_args* a
   AB_ENTER(args, exec);
   CombinedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
+  cuda::ReturningSums returning;
+  if (args->returning != nullptr) {
+    AB_RETURN_IF_ERROR(cuda::describe_returning({"out", "returning", "returning_buffer"}, args->returning,
+                                                args->returning_buffer, *args->out, &returning));
+  }
   cuda::Fp8Product fp8(*args, s, exec);
   const cuda::ProductAdapter adapter(fp8.workspace, *args, s, s.rows_dtype);
-  void* buffer = fp8.workspace.take_bytes(cuda::buffer_bytes(*args, s));
+  const cuda::RowBuffers buffers = cuda::take_buffers(*args, s, &fp8.workspace);
   void* unpacked = fp8.workspace.take_bytes(cuda::weights_in(*args, s).scratch_bytes());
   AB_RETURN_IF_ERROR(check_workspace(exec, fp8.workspace.size()));
   cuda::Device device;
@@ -156,16 +204,10 @@ ab_status ab_cuda_grouped_matmul_combine(const ab_grouped_matmul_combine_args* a
   const cudaStream_t stream = cuda::stream_of(exec);
   if (fp8.enabled) AB_RETURN_IF_ERROR(fp8.fill(stream));
   AB_RETURN_IF_ERROR(adapter.compute(cuda::gemm_of(*args, s, nullptr, 0, s.N, nullptr), device, stream));
-  const auto run = [&](const cuda::ReturningSums* returning) {
-    return cuda::multiply_and_combine(*args, s, cuda::chunk_of(*args, s), buffer, device, stream, adapter.low_rank(),
-                                      fp8.enabled ? &fp8 : nullptr, unpacked, returning);
-  };
-  if (args->returning == nullptr) return run(nullptr);
-  cuda::ReturningSums returning;
-  AB_RETURN_IF_ERROR(cuda::describe_returning("out", args->returning, args->returning_buffer, *args->out, &returning));
-  std::lock_guard lock(args->returning->calls);
-  AB_RETURN_IF_ERROR(cuda::begin_return(returning, stream));
-  return run(&returning);
+  const bool returns = args->returning != nullptr;
+  const auto lock = returns ? std::unique_lock(args->returning->calls) : std::unique_lock<std::mutex>();
+  return cuda::multiply_and_combine(*args, s, cuda::chunk_of(*args, s), buffers, device, stream, adapter.low_rank(),
+                                    fp8.enabled ? &fp8 : nullptr, unpacked, returns ? &returning : nullptr);
 }
 
 }  // extern "C"

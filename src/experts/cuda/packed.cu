@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(kThreads) unpack_chunks(const Unpack p, T* con
     if (p.group_sizes != nullptr && p.group_sizes[matrix] <= 0) continue;
     const int64_t chunk = i % in_matrix;
     const uint8_t* const source = p.from.values + (matrix * in_matrix + chunk) * kChunkBytes;
-    uint8_t bytes[kChunkBytes];
+    alignas(16) uint8_t bytes[kChunkBytes];
     if (p.is_aligned) {
       *reinterpret_cast<uint4*>(bytes) = *reinterpret_cast<const uint4*>(source);
     } else {

@@ -1,5 +1,5 @@
-// Packed weights (MXFP4 and FP8 blocks) on CUDA: ranges of experts are unpacked into scratch memory, from which the
-// GEMMs read them.
+// Packed weights (MXFP4 and FP8 blocks) on CUDA. GEMMs of few rows read them as they are; for other GEMMs ranges of
+// experts are unpacked into scratch memory.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,20 +10,11 @@
 #include "core/cuda/device.h"
 #include "core/workspace.h"
 #include "experts/cuda/ops/expert_range.h"
+#include "experts/cuda/ops/packed.h"
 #include "experts/cuda/ops/workspace_sizes.h"
 #include "experts/packed_check.h"
 
 namespace anabranch::cuda {
-
-// Matrices [E, N, C] in memory.
-struct PackedMatrices {
-  const uint8_t* values = nullptr;
-  const void* scales = nullptr;
-  int32_t dtype = 0;  // AB_FLOAT4_E2M1X2 or AB_FLOAT8_E4M3
-  int32_t scales_dtype = 0;
-  int64_t N = 0;
-  int64_t C = 0;
-};
 
 // Enqueues to[i] = the values of matrix range.first + i, rounded to `dtype`. group_sizes [E], on the device: matrices
 // of experts without rows are not written; nullptr: all are.
@@ -37,17 +28,29 @@ ab_status pack_mxfp4(const void* w, int32_t dtype, int64_t blocks, bool ceil, ui
 // Weights [E, N, C] of a GEMM that may be packed.
 class MaybePacked {
  public:
-  // scales: NULL if the weights are not packed. dtype: of the GEMM.
-  MaybePacked(const ab_tensor* w, const ab_tensor* scales, int64_t E, int64_t N, int64_t C, int32_t dtype)
-      : is_packed_(scales != nullptr), data_(data<const void>(w)), E_(E), dtype_(dtype) {
+  // scales: NULL if the weights are not packed. dtype: of the GEMM. reads_packed: whether the GEMM sums over C and
+  // reads packed weights as they are.
+  MaybePacked(const ab_tensor* w, const ab_tensor* scales, int64_t E, int64_t N, int64_t C, int32_t dtype,
+              bool reads_packed = false)
+      : is_packed_(scales != nullptr),
+        reads_packed_(is_packed_ && reads_packed),
+        data_(data<const void>(w)),
+        E_(E),
+        dtype_(dtype) {
     if (!is_packed_) return;
     matrices_ = {data<const uint8_t>(w), scales->data, w->dtype, scales->dtype, N, C};
   }
 
-  // Bytes of the scratch memory.
-  size_t scratch_bytes() const { return is_packed_ ? unpacked_bytes(E_, matrices_.N, matrices_.C, dtype_) : 0; }
+  // Whether the GEMM reads matrices(); else it reads what for_ranges() provides.
+  bool reads_packed() const { return reads_packed_; }
+  const PackedMatrices& matrices() const { return matrices_; }
 
-  // Where the weights are before the first range: only their alignment matters.
+  // Bytes of the scratch memory.
+  size_t scratch_bytes() const {
+    return is_packed_ && !reads_packed_ ? unpacked_bytes(E_, matrices_.N, matrices_.C, dtype_) : 0;
+  }
+
+  // An address with the alignment of the weights, before the first range is decoded.
   void* where(void* scratch) const { return is_packed_ ? scratch : const_cast<void*>(data_); }
 
   // Calls run(range, weights) for ranges that cover all experts. `weights` are matrices [E, N, C] of which those of the
@@ -69,6 +72,7 @@ class MaybePacked {
 
  private:
   bool is_packed_;
+  bool reads_packed_;
   const void* data_;
   int64_t E_;
   int32_t dtype_;

@@ -44,6 +44,14 @@ ab_status compute_rows_product(const RowsProduct& p, const Device& device, cudaS
   return clear_padding(p.map, {p.y, p.dtype}, p.R, p.N, multiprocessors, stream);
 }
 
+ab_status compute_up(const PackedUp& up, const Device& device, cudaStream_t stream) {
+  return few_rows::launch_gemm(up, device.multiprocessors, stream);
+}
+
+ab_status compute_rows_product(const PackedRowsProduct& product, const Device& device, cudaStream_t stream) {
+  return few_rows::launch_gemm(product, device.multiprocessors, stream);
+}
+
 ab_status compute_intermediate_gradient(const IntermediateGradient& g, const Device& device, cudaStream_t stream) {
   const bool any_requested = g.dh.data != nullptr || g.weighted_a.data != nullptr || g.dots != nullptr;
   if (!any_requested || g.s.R * g.s.F == 0) return ok();

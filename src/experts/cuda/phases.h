@@ -10,6 +10,7 @@
 #include "experts/cuda/ops/factor_pair.h"
 #include "experts/cuda/ops/fp8.h"
 #include "experts/cuda/ops/intermediate_gradient.h"
+#include "experts/cuda/ops/packed.h"
 #include "experts/cuda/ops/rows_product.h"
 #include "experts/cuda/ops/up.h"
 #include "experts/cuda/ops/weight_gradient.h"
@@ -20,6 +21,10 @@ ab_status compute_up(const Up& up, const Device& device, cudaStream_t stream);
 ab_status compute_rows_product(const RowsProduct& product, const Device& device, cudaStream_t stream);
 ab_status compute_intermediate_gradient(const IntermediateGradient& gradient, const Device& device,
                                         cudaStream_t stream);
+
+// Packed weights, for sizes that reads_packed() accepts.
+ab_status compute_up(const PackedUp& up, const Device& device, cudaStream_t stream);
+ab_status compute_rows_product(const PackedRowsProduct& product, const Device& device, cudaStream_t stream);
 
 // Number of partial sums of <da', a> that the gradient writes; at most max_dot_parts(F).
 int64_t dot_parts(const IntermediateGradient& gradient, const Device& device);

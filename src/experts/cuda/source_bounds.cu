@@ -9,7 +9,6 @@ namespace anabranch::cuda {
 namespace {
 
 constexpr int kMaxThreads = 1024;
-constexpr int32_t kTileRows = 128;  // of the kernels that take parts
 
 struct Search {
   Groups groups;
@@ -53,7 +52,7 @@ __device__ FoundRows find_rows(const RowMap& map, int32_t begin, int32_t end, in
 
 // Rounds a number of rows of a group of `size` rows to whole tiles, or to its end.
 __device__ int32_t round(int32_t rows, int32_t size, bool up) {
-  return rows == size ? size : min((rows + (up ? kTileRows - 1 : 0)) / kTileRows * kTileRows, size);
+  return rows == size ? size : min((rows + (up ? kPartTileRows - 1 : 0)) / kPartTileRows * kPartTileRows, size);
 }
 
 // One CTA, a thread per group.

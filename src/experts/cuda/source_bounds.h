@@ -11,6 +11,9 @@
 
 namespace anabranch::cuda {
 
+// Bounds are multiples of this from the first row of a group: the rows of a tile of the kernels that take parts.
+constexpr int32_t kPartTileRows = 128;
+
 // Sources [first, end) of slots_per_source consecutive slots each.
 struct Sources {
   int64_t first;

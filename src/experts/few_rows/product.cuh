@@ -186,12 +186,54 @@ __device__ __forceinline__ bool has_rows(const Product& p, const UnitRows& rows)
   return __ballot_sync(kAllLanes, p.map.slot_of(row) >= 0) != 0u;
 }
 
-// The epilogue is called with (expert, row, column, slot, sum of part 0, sum of part 1). slot is -1 for padding and for
-// rows after the groups.
+// The result that a thread adds up: adjacent threads have adjacent columns. sums_up: has_rows() of the unit.
+struct OwnResult {
+  int column;  // in the unit
+  int unit_row;
+  int32_t row;
+  bool writes;
+  int32_t slot;  // -1: padding, or a row after the groups
+
+  __device__ __forceinline__ OwnResult(const Product& p, const UnitRows& rows, bool sums_up)
+      : column(static_cast<int>(threadIdx.x) % kColumns),
+        unit_row(static_cast<int>(threadIdx.x) / kColumns),
+        row(rows.begin + unit_row),
+        writes(unit_row < kRows && row < rows.end),
+        slot(writes && sums_up ? p.map.slot_of(row) : -1) {}
+};
+
+// Adds up the sums of the warps of a unit and calls the epilogue for every result with (expert, row, column, slot, sum
+// of part 0, sum of part 1). Called by all threads of the CTA.
+template <int kWarps, class Epilogue>
+__device__ __forceinline__ void write_results(const Product& p, const UnitRows& rows, int32_t column,
+                                              const OwnResult& own, bool sums_up, const float (&warp_sums)[4],
+                                              float4 (*sums)[kWarp], const Epilogue& epilogue) {
+  static_assert(kWarps * kWarp >= kRows * kColumns, "one thread adds up the sums of one result");
+  if (sums_up) sums[warp_index()][lane_index()] = {warp_sums[0], warp_sums[1], warp_sums[2], warp_sums[3]};
+  __syncthreads();
+  if (own.writes) {
+    float parts[2] = {};
+    if (sums_up) {
+#pragma unroll
+      for (int warp = 0; warp < kWarps; ++warp) {
+        const auto* const lane_sums = reinterpret_cast<const float*>(&sums[warp][own.column * 4 + own.unit_row / 2]);
+        parts[0] += lane_sums[own.unit_row % 2];
+        parts[1] += lane_sums[2 + own.unit_row % 2];
+      }
+    }
+#pragma unroll 1
+    for (int part = 0; part < (p.columns.in_parts ? 1 : 2); ++part) {
+      const int32_t result_column = column + part * kColumns + own.column;
+      if (result_column >= p.columns.columns) break;
+      epilogue(rows.expert, own.row, result_column, own.slot, part == 0 ? parts[0] : parts[1], parts[1]);
+    }
+  }
+  __syncthreads();
+}
+
 template <class Element, int kWarps, class Epilogue>
 __global__ void __launch_bounds__(kWarps* kWarp, kThreadsPerSm / (kWarps * kWarp))
     few_rows_product(const __grid_constant__ Product p, const __grid_constant__ Epilogue epilogue) {
-  static_assert(kWarps * kWarp >= kRows * kColumns, "one thread adds up the sums of one result");
   float4(*const sums)[kWarp] = &dynamic_shared_memory<float4[kWarp]>();
   auto* const list = reinterpret_cast<UnitRows*>(sums + kWarps);
   wait_for_previous_kernel();
@@ -202,38 +244,14 @@ __global__ void __launch_bounds__(kWarps* kWarp, kThreadsPerSm / (kWarps * kWarp
   for (auto unit = static_cast<int32_t>(blockIdx.x); unit < units; unit += static_cast<int32_t>(gridDim.x)) {
     const UnitRows rows = list[unit / p.slices];
     const int32_t column = unit % p.slices * p.columns.unit_columns();
-    // This thread's result: adjacent threads have adjacent columns.
-    const int own = static_cast<int>(threadIdx.x) % kColumns;
-    const int unit_row = static_cast<int>(threadIdx.x) / kColumns;
-    const int32_t row = rows.begin + unit_row;
-    const bool writes = unit_row < kRows && row < rows.end;
     const bool sums_up = has_rows(p, rows);
-    const int32_t slot = writes && sums_up ? p.map.slot_of(row) : -1;
+    const OwnResult own(p, rows, sums_up);
+    float warp_sums[4] = {};
     if (sums_up) {
-      float warp_sums[4] = {};
       WarpSum<Element>(p, p.main, rows, column).template run<kWarps>(warp_sums);
       if (p.low_rank.k > 0) WarpSum<Element>(p, p.low_rank, rows, column).template run<kWarps>(warp_sums);
-      sums[warp_index()][lane_index()] = {warp_sums[0], warp_sums[1], warp_sums[2], warp_sums[3]};
     }
-    __syncthreads();
-    if (writes) {
-      float parts[2] = {};
-      if (sums_up) {
-#pragma unroll
-        for (int warp = 0; warp < kWarps; ++warp) {
-          const auto* const lane_sums = reinterpret_cast<const float*>(&sums[warp][own * 4 + unit_row / 2]);
-          parts[0] += lane_sums[unit_row % 2];
-          parts[1] += lane_sums[2 + unit_row % 2];
-        }
-      }
-#pragma unroll 1
-      for (int part = 0; part < (p.columns.in_parts ? 1 : 2); ++part) {
-        const int32_t result_column = column + part * kColumns + own;
-        if (result_column >= p.columns.columns) break;
-        epilogue(rows.expert, row, result_column, slot, part == 0 ? parts[0] : parts[1], parts[1]);
-      }
-    }
-    __syncthreads();
+    write_results<kWarps>(p, rows, column, own, sums_up, warp_sums, sums, epilogue);
   }
 }
 
@@ -244,31 +262,42 @@ inline Operands operands_of(const LowRank& term, int64_t columns) {
       .x = term.u, .w = term.b, .matrix = term.shared ? 0 : term.rank * columns, .k = static_cast<int32_t>(term.rank)};
 }
 
+// Sets the fields that describe units; returns the greatest number of row ranges.
+inline int64_t set_units(Product* p) {
+  p->has_padding = p->groups.R > p->map.num_slots && p->map.by_slot;
+  p->slices = (p->columns.columns + p->columns.unit_columns() - 1) / p->columns.unit_columns();
+  return max_unit_rows(p->groups.R, p->groups.E);
+}
+
+// Bytes of the sums of the warps and of the list of row ranges.
+inline size_t shared_bytes(int threads, int64_t lists) {
+  return sizeof(float4) * static_cast<size_t>(threads) + sizeof(UnitRows) * static_cast<size_t>(lists);
+}
+
+// Longer sums are split over more warps. The thresholds of k were measured.
+constexpr int32_t kLongSum = 12 << 10;
+constexpr int32_t kMediumSum = 7 << 9;
+
 template <class Element, int kWarps, class Epilogue>
 ab_status launch_product(const char* name, Product p, const Epilogue& epilogue, int multiprocessors,
                          cudaStream_t stream) {
   constexpr int kThreads = kWarps * kWarp;
   constexpr int kBlocks = kThreadsPerSm / kThreads;  // resident per SM
-  const int64_t lists = max_unit_rows(p.groups.R, p.groups.E);
-  p.has_padding = p.groups.R > p.map.num_slots && p.map.by_slot;
-  p.slices = (p.columns.columns + p.columns.unit_columns() - 1) / p.columns.unit_columns();
-  const size_t shared = sizeof(float4) * kThreads + sizeof(UnitRows) * static_cast<size_t>(lists);
+  const int64_t lists = set_units(&p);
+  const size_t shared = shared_bytes(kThreads, lists);
   return launch(
       name, few_rows_product<Element, kWarps, Epilogue>,
       {std::min(lists * p.slices, int64_t{kBlocks} * multiprocessors), kThreads, shared, stream, true, 1, kBlocks}, p,
       epilogue);
 }
 
-// Longer sums are split over more warps. Thresholds were measured.
 template <class Epilogue>
 ab_status launch_product(const char* name, int32_t dtype, const Product& p, const Epilogue& epilogue,
                          int multiprocessors, cudaStream_t stream) {
-  constexpr int32_t kLong = 12 << 10;
-  constexpr int32_t kMedium = 7 << 9;
   const auto with_element = [&]<class Element>() {
-    const auto kernel = p.main.k >= kLong     ? launch_product<Element, 16, Epilogue>
-                        : p.main.k >= kMedium ? launch_product<Element, 8, Epilogue>
-                                              : launch_product<Element, 4, Epilogue>;
+    const auto kernel = p.main.k >= kLongSum     ? launch_product<Element, 16, Epilogue>
+                        : p.main.k >= kMediumSum ? launch_product<Element, 8, Epilogue>
+                                                 : launch_product<Element, 4, Epilogue>;
     return kernel(name, p, epilogue, multiprocessors, stream);
   };
   return dtype == AB_BFLOAT16 ? with_element.template operator()<BFloat16>()

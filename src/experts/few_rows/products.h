@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include "anabranch/types.h"
+#include "experts/cuda/ops/packed.h"
 #include "experts/cuda/ops/rows_product.h"
 #include "experts/cuda/ops/up.h"
 
@@ -19,5 +20,9 @@ bool supports(const RowsProduct& product);
 // Enqueue the GEMM. Padding rows become zero even without row weights.
 ab_status launch_gemm(const Up& up, int multiprocessors, cudaStream_t stream);
 ab_status launch_gemm(const RowsProduct& product, int multiprocessors, cudaStream_t stream);
+
+// Packed weights, for sizes that reads_packed() accepts. Operands may have any alignment, and a low-rank term any rank.
+ab_status launch_gemm(const PackedUp& up, int multiprocessors, cudaStream_t stream);
+ab_status launch_gemm(const PackedRowsProduct& product, int multiprocessors, cudaStream_t stream);
 
 }  // namespace anabranch::cuda::few_rows

@@ -1,42 +1,9 @@
-#include "core/floats.h"
-#include "experts/few_rows/product.cuh"
-#include "experts/few_rows/products.h"
+#include "experts/few_rows/rows_product.cuh"
 
 namespace anabranch::cuda::few_rows {
-namespace {
-
-// Stores an element of y. sum: x W[expert] at `column`. slot -1: the row is padding.
-struct WriteRows {
-  RowsProduct p;
-  __device__ __forceinline__ void operator()(int32_t expert, int64_t row, int64_t column, int32_t slot, float sum,
-                                             float /*sum_up*/) const {
-    float value = 0.0f;
-    if (slot >= 0) {
-      const float weight = p.weights[slot];
-      value = p.factor * (p.weight_early ? sum : weight * sum);
-      if (p.bias != nullptr) {
-        value += weight * Floats(const_cast<void*>(p.bias), p.dtype)[expert * p.stored_columns() + column];
-      }
-    }
-    Floats(p.y, p.dtype).set(row * p.N + column, value);
-  }
-};
-
-}  // namespace
 
 ab_status launch_gemm(const RowsProduct& p, int multiprocessors, cudaStream_t stream) {
-  Product product;
-  product.main = {.x = p.x,
-                  .gathers = p.gathers_x && p.map.by_slot,
-                  .w = p.w,
-                  .matrix = p.shared_w ? 0 : p.D * p.stored_columns(),
-                  .k = static_cast<int32_t>(p.D)};
-  product.low_rank = operands_of(p.low_rank, p.stored_columns());
-  product.map = p.map;
-  product.groups = groups_of(p.group_sizes, p.E, p.R, p.range);
-  product.columns.columns = static_cast<int32_t>(p.N);
-  product.skips_rest = p.skips_rest;
-  return launch_product("grouped GEMM", p.dtype, product, WriteRows{p}, multiprocessors, stream);
+  return launch_product("grouped GEMM", p.dtype, product_of(p), WriteRows{p}, multiprocessors, stream);
 }
 
 }  // namespace anabranch::cuda::few_rows

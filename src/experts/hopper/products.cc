@@ -1,11 +1,14 @@
 #include "experts/hopper/products.h"
 
 #include "experts/cuda/ops/tiles/segments.h"
+#include "experts/cuda/source_bounds.h"
 #include "experts/hopper/launchers.h"
 #include "experts/hopper/limits.h"
 
 namespace anabranch::cuda::hopper {
 namespace {
+
+static_assert(kTileRows == kPartTileRows);
 
 // Whether the epilogue applies row weights.
 bool has_weights(const RowsProduct& p) { return p.scales() || p.weighs_bias(); }

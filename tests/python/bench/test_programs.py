@@ -135,7 +135,7 @@ def test_help_has_the_operations_own_options_alone(operation, capsys):
         "experts": {"--shape", "--tokens", "--by", "--precision", "--activation", "--beside"},
         "layer": {"--shape", "--tokens", "--routing", "--by", "--beside"},
         "torch": {"--shape", "--tokens", "--by"},
-        "decode": {"--shape", "--tokens", "--rank"},
+        "decode": {"--shape", "--tokens", "--rank", "--weights"},
         "host": {"--shape", "--tokens"},
         "lora": {"--shape", "--tokens", "--rank", "--shared"},
         "mesh": {"--shape", "--tokens", "--by", "--transport"},

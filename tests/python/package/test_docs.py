@@ -14,6 +14,7 @@ import pytest
 
 import anabranch.jax
 import anabranch.torch
+import packed_checkpoints
 
 ROOT = pathlib.Path(__file__).parents[3]
 MODULES = sorted(
@@ -39,13 +40,21 @@ def test_docstring_examples(name):
 ON_DEVICES = ("jax.md", "scaling.md")
 
 
+def packed_folders(path):
+    """The folders of checkpoints that models.md names."""
+    for name in packed_checkpoints.CONFIGS:
+        (path / name).mkdir()
+        packed_checkpoints.write(name, path / name)
+    return {name: path / name / ("plain" if name == "qwen3_moe" else "") for name in packed_checkpoints.CONFIGS}
+
+
 @pytest.mark.parametrize(
     "guide",
     [name for name, blocks in BLOCKS.items() if any(b[0] == "python" for b in blocks) and name not in ON_DEVICES],
 )
-def test_python_blocks_of_a_guide(guide, capsys):
+def test_python_blocks_of_a_guide(guide, capsys, tmp_path):
     """The blocks of one page run in order in one namespace; a block fenced as `text` right after one is its output."""
-    namespace: dict[str, object] = {}
+    namespace: dict[str, object] = packed_folders(tmp_path) if guide == "models.md" else {}
     for (language, source), (next_language, expected) in itertools.pairwise([*BLOCKS[guide], ("", "")]):
         if language != "python":
             continue
@@ -73,6 +82,16 @@ def test_docstrings_describe_the_parameters_of_the_signature(function):
     assert not missing or function is REFERS
     entries = re.findall(r"^  (\w+(?:, \w+)*)(?: to \w+)?:", text.partition("Args:\n")[2].partition("\n\n")[0], re.M)
     assert {name for entry in entries for name in entry.split(", ")} <= parameters.keys()
+
+
+def test_the_site_has_every_page_and_every_public_name():
+    menu = (ROOT / "docs/site/index.md").read_text()
+    pages = [page.relative_to(ROOT).as_posix() for page in (ROOT / "docs").glob("*.md")]
+    assert pages and not [page for page in pages if page not in menu]
+    for package in (anabranch.jax, anabranch.torch):
+        reference = (ROOT / f"docs/site/reference/{package.__name__.split('.')[1]}.rst").read_text()
+        listed = re.findall(r"^\.\. auto(?:class|function|exception):: (\w+)$", reference, re.MULTILINE)
+        assert not set(package.__all__) - set(listed)
 
 
 def test_every_path_that_a_page_names_exists():

@@ -62,7 +62,16 @@ def test_contents(wheel):
     libraries = {*required, "anabranch/lib/libanabranch_cuda.so"}
     assert set(names) - libraries == sources | headers | {"anabranch/py.typed"}
     assert required <= set(names)
+    assert all(file.read(name) == (ROOT / "python" / name).read_bytes() for name in sources)
+    assert all(file.read(name) == (ROOT / name.removeprefix("anabranch/")).read_bytes() for name in headers)
     assert path.stat().st_size < 100e6
+
+
+def test_licences(wheel):
+    _, file = wheel
+    for name in ("LICENSE", "NOTICE"):
+        (path,) = [path for path in file.namelist() if path.endswith(f".dist-info/licenses/{name}")]
+        assert file.read(path) == (ROOT / name).read_bytes()
 
 
 def test_libraries_look_for_onednn_in_the_environment_they_are_installed_in(wheel):

@@ -80,9 +80,9 @@ def lora(R: int, E: int, M: int, N: int, rank: int, dtype: Any, *, backward: boo
     return _bound("lora", *map(_size, (R, E, M, N, rank)), _flag(backward), _dtype(dtype))
 
 
-def unpacked(E: int, N: int, C: int, dtype: Any) -> int:
-    """Workspace for unpacked weights [E, N, C] in the dtype of x."""
-    return _bound("unpacked", _size(E), _size(N), _size(C), _dtype(dtype))
+def unpacked(R: int, E: int, N: int, C: int, dtype: Any, *, backward: bool = False) -> int:
+    """Workspace for unpacked weights [E, N, C] of R rows in the dtype of x; backward: the GEMM does not sum over C."""
+    return _bound("unpacked", *map(_size, (R, E, N, C)), _flag(backward), _dtype(dtype))
 
 
 def ffn_forward(R: int, F: int, dtype: Any) -> int:

@@ -214,7 +214,7 @@ def _forward(
 def _forward_workspace(config: FfnConfig, operands: FfnOperands, R: int, F: int, result: str) -> int:
     x = operands.x
     x_bytes = workspaces.fp8_rows(*x.shape) if config.fp8 and operands.x_quantized is None else 0
-    x_bytes += _lora_workspace(config, operands, R) + _unpacked_workspace(config, operands)
+    x_bytes += _lora_workspace(config, operands, R) + _unpacked_workspace(config, operands, R)
     if config.fp8 and operands.rank("out"):  # the adapter reads `a` in the dtype of x
         x_bytes += workspaces.ffn_forward(R, F, x.dtype)
     if result == "a":
@@ -222,11 +222,14 @@ def _forward_workspace(config: FfnConfig, operands: FfnOperands, R: int, F: int,
     return x_bytes + (workspaces.fp8_rows(R, F) if config.fp8 else workspaces.ffn_forward(R, F, x.dtype))
 
 
-def _unpacked_workspace(config: FfnConfig, operands: FfnOperands) -> int:
+def _unpacked_workspace(config: FfnConfig, operands: FfnOperands, R: int, *, backward: bool = False) -> int:
     """The workspace for packed weights in a call of either pass."""
     E, D, P, F = config.sizes(operands.w_in)
     scales = (operands.w_in_block_scales, P * F, D), (operands.w_out_block_scales, D, F)
-    return max(0 if given is None else workspaces.unpacked(E, N, C, operands.x.dtype) for given, N, C in scales)
+    return max(
+        0 if given is None else workspaces.unpacked(R, E, N, C, operands.x.dtype, backward=backward)
+        for given, N, C in scales
+    )
 
 
 def _lora_workspace(config: FfnConfig, operands: FfnOperands, R: int, *, backward: bool = False) -> int:
@@ -307,7 +310,8 @@ def _backward(
     del inputs["b_in"]
     slots = operands.slot_of_row
     R = operands.x.shape[0] if slots is None else slots.shape[0]
-    workspace += _lora_workspace(config, operands, R, backward=True) + _unpacked_workspace(config, operands)
+    workspace += _lora_workspace(config, operands, R, backward=True)
+    workspace += _unpacked_workspace(config, operands, R, backward=True)
     if config.fp8 and d_out is not None and "h" in intermediates and "d_out_q" not in intermediates:
         workspace += workspaces.fp8_rows(*d_out.shape)
     return ffi.call(
@@ -410,7 +414,8 @@ class SlotGemm:
             options = {"returning": returning.exchange, "returning_buffer": returning.buffer}
         unpacked = 0
         if self.w_block_scales is not None:
-            unpacked = workspaces.unpacked(E, *((N, D) if self.transpose_w else (D, N)), row_dtype)
+            matrix = (N, D) if self.transpose_w else (D, N)
+            unpacked = workspaces.unpacked(R, E, *matrix, row_dtype, backward=not self.transpose_w)
         results = ffi.call(
             "ab_xla_grouped_matmul_combine",
             {

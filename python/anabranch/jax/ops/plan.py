@@ -23,20 +23,22 @@ class Plan(NamedTuple):
     """The rows of all assignments: the result of `plan`, an argument of `dispatch` and `combine`.
 
     Rows of one expert are contiguous, in the order (token, slot); expert e owns group_sizes[e] rows from offsets[e].
+
+    Attributes:
+      tokens_per_expert: int32[E]: assignments to every expert, before any dropping.
+      group_sizes: int32[E]: rows of every expert, tokens_per_expert rounded up to align_size and clipped to R.
+      offsets: int32[E + 1]: the first row of every expert's group, and the end of the last.
+      row_of_slot: int32[..., K]: -1 if the assignment has no row.
+      slot_of_row: int32[R]: -1 in padding and past the last group.
+      dropped: int32[]: assignments that exceed R rows, and indices outside [-1, E).
     """
 
     tokens_per_expert: jax.Array
-    """int32[E]: assignments to every expert, before any dropping."""
     group_sizes: jax.Array
-    """int32[E]: rows of every expert, tokens_per_expert rounded up to align_size and clipped to R."""
     offsets: jax.Array
-    """int32[E + 1]: the first row of every expert's group, and the end of the last."""
     row_of_slot: jax.Array
-    """int32[..., K]: -1 if the assignment has no row."""
     slot_of_row: jax.Array
-    """int32[R]: -1 in padding and past the last group."""
     dropped: jax.Array
-    """int32[]: assignments that exceed R rows, and indices outside [-1, E)."""
 
     @property
     def expert_of_row(self) -> jax.Array:

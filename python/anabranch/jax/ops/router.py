@@ -17,12 +17,13 @@ from anabranch.options import ROUTER_NAMES, RouterKeywords, RouterOptions, check
 class Routing(NamedTuple):
     """The result of `route`, for logits [..., E].
 
-    weights: float32[..., K], 0 where the expert is -1.
-    experts: int32[..., K], best first; -1: no expert.
-    tokens_per_expert: int32[E] ([..., E] with sequence_stats).
-    score_sum: float32[E] ([..., E] with sequence_stats), the sum over tokens of the auxiliary scores.
-    lse: float32[...], logsumexp of the logits; 0 for a masked token.
-    qb_histogram: int32[E, bins] with qb_bin_bounds, else None.
+    Attributes:
+      weights: float32[..., K], 0 where the expert is -1.
+      experts: int32[..., K], best first; -1: no expert.
+      tokens_per_expert: int32[E] ([..., E] with sequence_stats).
+      score_sum: float32[E] ([..., E] with sequence_stats), the sum over tokens of the auxiliary scores.
+      lse: float32[...], logsumexp of the logits; 0 for a masked token.
+      qb_histogram: int32[E, bins] with qb_bin_bounds, else None.
     """
 
     weights: jax.Array

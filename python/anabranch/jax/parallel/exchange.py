@@ -41,6 +41,9 @@ class Bounds(ExchangeSizes):
     """The quantities that determine the sizes of a rank's buffers, and which ranks exchange them.
 
     Attributes:
+      ranks: P; experts: E; align_size: as for `plan`; tokens: T per rank; topk: K.
+      slots_per_token: the most assignments of one token to one rank: min(K, E/P), or K if experts may repeat.
+      capacity: the number of assignments that a rank accepts; None: all.
       axis: the expert axis; None: one rank.
       peers: the devices along that axis, for the transport "p2p".
     """

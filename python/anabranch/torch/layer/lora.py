@@ -20,7 +20,6 @@ from anabranch.lora import (
 from anabranch.options import check_layouts
 from anabranch.packed import check_plain, parts_of
 from anabranch.torch.binding import check
-from anabranch.torch.layer.module import MoE
 from anabranch.torch.layer.parameters import factor_uniform_
 from anabranch.torch.ops.packed import Packed, check_weight, device_operands, shape_of
 
@@ -176,12 +175,13 @@ def join_lora(gate: tuple[Tensor, Tensor], up: tuple[Tensor, Tensor]) -> tuple[T
 
 
 def add_lora(module: Module, rank: int, alpha: float | None = None, *, shared: Sequence[str] = ()) -> Module:
-    """Adds low-rank adapters to every `MoE` in a module, in place, and freezes all other parameters of the module.
+    """Adds low-rank adapters to the experts of a module, in place, and freezes all other parameters of the module.
 
-    The adapters are the parameters that `MoE` has with `lora_rank`. They start without effect.
+    These are the experts of every `MoE`, and those that Transformers loaded with `packed_config`. The adapters are the
+    parameters that `MoE` has with `lora_rank`. They start without effect.
 
     Args:
-      module: a `MoE`, or a module that contains `MoE` layers.
+      module: a `MoE`, or a module that contains `MoE` layers or packed experts of Transformers.
       rank: of the adapters of both projections, at least 1.
       alpha: the adapters are multiplied by alpha / rank; None: by 1.
       shared: the fields of `Lora` that all experts share.
@@ -191,16 +191,17 @@ def add_lora(module: Module, rank: int, alpha: float | None = None, *, shared: S
 
     Raises:
       TypeError: an argument has the wrong type.
-      ValueError: an argument is out of range, there is no `MoE`, or a layer has adapters or is already sharded by
+      ValueError: an argument is out of range, there is no such layer, or a layer has adapters or is already sharded by
         fully_shard. Then nothing is changed.
 
+    >>> from anabranch.torch import MoE
     >>> layer = add_lora(MoE(8, 16, num_experts=4, topk=2), rank=2, alpha=4)
     >>> [name for name, parameter in layer.named_parameters() if parameter.requires_grad]
     ['lora_a_in', 'lora_b_in', 'lora_a_out', 'lora_b_out']
     """
     if not isinstance(module, nn.Module):
         raise TypeError(f"module: got {check.describe(module)}, expected a torch.nn.Module")
-    layers = [layer for layer in module.modules() if isinstance(layer, MoE)]
+    layers: list[Any] = [layer for layer in module.modules() if hasattr(type(layer), "_add_lora")]
     if not layers:
         raise ValueError(f"module: got a {type(module).__name__} without a MoE layer, expected one that has some")
     rank = check.integer("rank", rank, 1, check.INDEX_LIMIT - 1)

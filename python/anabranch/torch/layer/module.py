@@ -58,8 +58,8 @@ class MoE(OnRanks):
     | name | shape | condition |
     |---|---|---|
     | `gate.weight`, `gate.bias` | [E, D], [E] | bias with `use_gate_bias` |
-    | `gate_up_proj`, `gate_up_proj_bias` | [E, 2 F, D], [E, 2 F] | gate rows, then up rows; `interleaved`: alternating
-    | | `up_proj`, `up_proj_bias` | [E, F, D], [E, F] | instead, if not `gated` |
+    | `gate_up_proj`, `gate_up_proj_bias` | [E, 2 F, D], [E, 2 F] | gate rows, then up; `interleaved`: alternating |
+    | `up_proj`, `up_proj_bias` | [E, F, D], [E, F] | instead, if not `gated` |
     | `down_proj`, `down_proj_bias` | [E, D, F], [E, D] | biases with `use_bias` |
     | `shared_expert.gate_up_proj` (`up_proj`) | [2 S, D] ([S, D]) | with `shared_features` S > 0 |
     | `shared_expert.down_proj` | [D, S] | with `shared_features` S > 0 |

@@ -20,20 +20,22 @@ class Plan(NamedTuple):
     """The row of every slot; the result of `plan` and an argument of `dispatch` and `combine`.
 
     Rows of one expert are contiguous, ordered by (token, k). Expert e owns group_sizes[e] rows, starting at offsets[e].
+
+    Attributes:
+      tokens_per_expert: int32[E]: slots of every expert before dropping.
+      group_sizes: int32[E]: rows of every expert, tokens_per_expert rounded up to align_size and clipped to R.
+      offsets: int32[E + 1]: the first row of every expert, and the end of the last.
+      row_of_slot: int32[..., K]: -1 where a slot has no row.
+      slot_of_row: int32[R]: -1 in padding rows and past the last group.
+      dropped: int32[]: slots past R rows, and indices outside [-1, E).
     """
 
     tokens_per_expert: Tensor
-    """int32[E]: slots of every expert before dropping."""
     group_sizes: Tensor
-    """int32[E]: rows of every expert, tokens_per_expert rounded up to align_size and clipped to R."""
     offsets: Tensor
-    """int32[E + 1]: the first row of every expert, and the end of the last."""
     row_of_slot: Tensor
-    """int32[..., K]: -1 where a slot has no row."""
     slot_of_row: Tensor
-    """int32[R]: -1 in padding rows and past the last group."""
     dropped: Tensor
-    """int32[]: slots past R rows, and indices outside [-1, E)."""
 
     @property
     def expert_of_row(self) -> Tensor:

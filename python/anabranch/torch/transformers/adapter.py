@@ -13,17 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from anabranch._packages import needed_by
-from anabranch._text import shown
 from anabranch.torch.binding import check as argument_check
-from anabranch.torch.binding.autocast import as_autocast
-from anabranch.torch.layer.routed_experts import routed_experts
 from anabranch.torch.ops.balance import load_balance_loss
-from anabranch.torch.ops.dispatch import combine, dispatch
-from anabranch.torch.ops.experts import expert_ffn
-from anabranch.torch.ops.plan import plan
 from anabranch.torch.ops.router import route
 from anabranch.torch.transformers import peft_adapters
-from anabranch.torch.transformers.experts_module import Experts, described, experts_modules, flag, model_name
+from anabranch.torch.transformers.experts_forward import experts_forward
+from anabranch.torch.transformers.experts_module import Experts, described, experts_modules, model_name
 
 __all__ = ["NAME", "Experts", "check", "load_balancing_loss_func", "register"]
 
@@ -31,76 +26,6 @@ NAME = "anabranch"
 """Value of `experts_implementation`."""
 OLDEST = "5.9"
 """The oldest supported version of Transformers."""
-
-
-def _parameter(module: nn.Module, name: str) -> Tensor:
-    try:
-        value = getattr(module, name)  # without a default, see attributes.py
-    except AttributeError:
-        value = None
-    if not isinstance(value, Tensor):
-        raise TypeError(f"{name}: got {shown(value)}, expected a tensor of {model_name(module)}")
-    if hasattr(type(value), "__tensor_flatten__"):
-        raise TypeError(
-            f"{name}: got a {type(value).__name__}, expected a dense tensor of {model_name(module)}, neither sharded "
-            "nor quantised"
-        )
-    return value
-
-
-def _split_parts(weight: Tensor, layout: str, parts: int) -> Tensor:
-    """Splits the P F axis of W_in or b_in; it is the last one, or the one before D."""
-    axis = weight.dim() - (2 if layout.endswith("d") and weight.dim() == 3 else 1)
-    parts_first = layout.index("p") < layout.index("f")
-    return weight.unflatten(axis, (parts, -1) if parts_first else (-1, parts))
-
-
-def experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The forward pass of an experts module, as registered with Transformers.
-
-    Args:
-      module: has gate_up_proj (ungated experts: up_proj), down_proj, and optional biases.
-      hidden_states: [T, D].
-      top_k_index: [T, K]; an index outside [0, E) is no expert of this rank.
-      top_k_weights: [T, K].
-
-    Returns:
-      [T, D], dtype of hidden_states.
-
-    Raises:
-      NotImplementedError: the module computes something that `Experts` cannot express.
-      TypeError, ValueError: a tensor has a wrong type, dtype or shape.
-    """
-    experts = described(module)
-    parts = 2 if flag(module, "has_gate", True) else 1
-    name = "gate_up_proj" if parts == 2 else "up_proj"
-    w_in = _split_parts(_parameter(module, name), experts.w_in_layout, parts)
-    w_out = _parameter(module, "down_proj")
-    b_in = b_out = None
-    if experts.has_bias:
-        b_in = _split_parts(_parameter(module, f"{name}_bias"), experts.w_in_layout, parts)
-        b_out = _parameter(module, "down_proj_bias")
-    options: dict[str, Any] = dict(
-        activation=experts.activation,
-        b_in=b_in,
-        b_out=b_out,
-        w_in_layout=experts.w_in_layout,
-        w_out_layout=experts.w_out_layout,
-    )
-    if factors := peft_adapters.factors_of(module):
-        parts_first = experts.w_in_layout.index("p") < experts.w_in_layout.index("f")
-        dtype = as_autocast(hidden_states).dtype
-        lora, options["lora_scale"] = peft_adapters.as_lora(factors, name, parts, parts_first, dtype)
-        options["lora"] = lora
-    if not experts.post_expert_norm:
-        output = routed_experts(hidden_states, top_k_index, top_k_weights, w_in, w_out, **options).output
-        return output.to(hidden_states.dtype)
-    x = as_autocast(hidden_states)
-    w_in, w_out = (w.to(x.dtype) for w in (w_in, w_out))
-    layout = plan(top_k_index, w_in.shape[0])
-    rows = expert_ffn(dispatch(x, layout), w_in, w_out, layout.group_sizes, **options)
-    norm: Any = module.post_expert_norm
-    return combine(norm(rows).to(x.dtype), layout, top_k_weights).to(hidden_states.dtype)
 
 
 #: A configuration with one of these fields belongs to a model with experts.

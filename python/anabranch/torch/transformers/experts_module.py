@@ -48,6 +48,7 @@ class _Description(NamedTuple):
 
 _cached_activation = functools.lru_cache(Activation)
 _ATTRIBUTE = "_anabranch_experts"
+_PACKED = "packed"
 _GATE = "_apply_gate"
 _PARAMETERS = ("gate_up_proj", "up_proj", "down_proj", "gate_up_proj_bias", "up_proj_bias", "down_proj_bias")
 
@@ -65,9 +66,32 @@ def flag(module: nn.Module, name: str, otherwise: bool) -> bool:
 
 
 def experts_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Experts modules by name, found by the attributes that `use_experts_implementation` sets."""
+    """Experts modules by name, found by the attributes that `use_experts_implementation` sets, and packed ones."""
     marks = ("is_transposed", "has_bias", "down_proj")
-    return {path: part for path, part in model.named_modules() if all(hasattr(part, mark) for mark in marks)}
+    return {
+        path: part
+        for path, part in model.named_modules()
+        if is_packed_experts(part) or all(hasattr(part, mark) for mark in marks)
+    }
+
+
+def is_packed_experts(module: nn.Module) -> bool:
+    """Whether a module is a `PackedExperts`."""
+    return _PACKED in vars(module) and _ATTRIBUTE in vars(module)
+
+
+def take_description(module: nn.Module, source: nn.Module) -> Experts:
+    """Gives a module with packed weights the description of the module it replaces, in the layouts of packed weights.
+
+    Raises:
+      NotImplementedError: see `described`.
+    """
+    described(source)
+    description: _Description = getattr(source, _ATTRIBUTE)
+    layout, _, bias, norm = description.others
+    others = (layout.replace("d", "") + "d", "df", bias, norm)
+    setattr(module, _ATTRIBUTE, _Description((), description.activation, others))
+    return described(module)
 
 
 def _refuse(module: nn.Module, what: str, expected: str, cause: Exception | None = None) -> NoReturn:
@@ -160,6 +184,7 @@ def described(module: nn.Module, *, again: bool = False) -> Experts:
         torch.compile traces.
     """
     description = getattr(module, _ATTRIBUTE, None)
+    again = again and not is_packed_experts(module)
     if again or description is None or not unchanged(module, description.attributes):
         description = _describe(module)
     make_activation = Activation if torch.compiler.is_dynamo_compiling() else _cached_activation

@@ -4,6 +4,9 @@ PEFT wraps an experts module in one `ParamWrapper` for each adapted parameter. A
 for all experts, several times. `install()` wraps that function: where the innermost module has the implementation
 "anabranch", it calls this module with the factors beside it, and `experts_forward` passes them to the layer. In all
 other cases, which `_found` lists, PEFT's own function runs. PEFT's modules, parameters and files do not change.
+
+Packed experts have codes where PEFT expects weights: a sum with them is wrong. There PEFT's own function runs only if
+the adapters are disabled; else an error is raised, also by `merge`.
 """
 
 import functools
@@ -12,18 +15,20 @@ import importlib.util
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from anabranch.lora import Lora
 from anabranch.torch.binding import private
+from anabranch.torch.transformers.experts_module import is_packed_experts, model_name
 
 _MODULE = "peft.tuners.lora.layer"
 _FACTORS = "_anabranch_factors"
 #: What the hook reads of a ParamWrapper; without one of these, PEFT's own function runs.
-_CLASS_NAMES = ("forward", "get_base_layer", "disable_adapters", "merged", "active_adapters")
+_CLASS_NAMES = ("forward", "merge", "get_base_layer", "disable_adapters", "merged", "active_adapters")
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _INSTANCE_NAMES = ("parameter_name", "num_experts", "scaling", "lora_A", "lora_B", "base_layer")
 
 
@@ -109,7 +114,8 @@ def _found(wrapper: Any, is_selected: Callable[[Any], bool], is_wrapper: Callabl
     inside the chain has hooks or a forward function of its own.
     """
     base: nn.Module = wrapper.get_base_layer()
-    if not is_selected(getattr(base, "config", None)) or not hasattr(base, "is_transposed"):
+    packed = is_packed_experts(base)
+    if not (packed or is_selected(getattr(base, "config", None))) or not hasattr(base, "is_transposed"):
         return None
     up_name = "gate_up_proj" if getattr(base, "has_gate", True) else "up_proj"
     parameters = up_name, "down_proj"
@@ -122,7 +128,7 @@ def _found(wrapper: Any, is_selected: Callable[[Any], bool], is_wrapper: Callabl
         if not known or layer.parameter_name in factors:
             return None
         weight = getattr(base, layer.parameter_name)
-        if weight.dim() != 3 or weight.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        if weight.dim() != 3 or not (packed or weight.dtype in _FLOATS):
             return None
         if adapter is not None:
             factors[layer.parameter_name] = adapter
@@ -140,6 +146,8 @@ def _with_factors(forward: Callable[..., Any], is_selected: Callable[[Any], bool
         if kwargs.get("adapter_names") is None and is_wrapper(self):
             found = _found(self, is_selected, is_wrapper)
         if found is None:
+            if is_packed_experts(self.get_base_layer()) and (self.merged or not self.disable_adapters):
+                _refuse(self, "adapters that the layer cannot compute")
             return forward(self, x, *args, **kwargs)
         kwargs.pop("adapter_names", None)
         base, factors = found
@@ -156,11 +164,29 @@ def _with_factors(forward: Callable[..., Any], is_selected: Callable[[Any], bool
     return wrapped
 
 
+def _refuse(wrapper: Any, what: str) -> NoReturn:
+    base = wrapper.get_base_layer()
+    raise NotImplementedError(
+        f"{wrapper.parameter_name}: got {what} of {model_name(base)} with packed weights, expected one active adapter "
+        "per parameter, not merged, without variants such as DoRA and without hooks: PEFT would add it to the codes"
+    )
+
+
+def _without_packed(merge: Callable[..., None]) -> Any:
+    @functools.wraps(merge)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
+        if is_packed_experts(self.get_base_layer()):
+            _refuse(self, "a merge")
+        merge(self, *args, **kwargs)
+
+    return wrapped
+
+
 # ---------------------------------------------------------------- installation
 
 
 def _wrap(module: Any, is_selected: Callable[[Any], bool]) -> None:
-    """Wraps the forward function of ParamWrapper in PEFT's module; warns if this PEFT lacks a name."""
+    """Wraps two functions of ParamWrapper in PEFT's module; warns if this PEFT lacks a name."""
     wrapper_type = getattr(module, "ParamWrapper", None)
     missing = [name for name in _CLASS_NAMES if not hasattr(wrapper_type, name)]
     if wrapper_type is None or missing:
@@ -175,6 +201,7 @@ def _wrap(module: Any, is_selected: Callable[[Any], bool]) -> None:
     original = wrapper_type.forward
     if not hasattr(original, "__wrapped__"):
         wrapper_type.forward = _with_factors(original, is_selected, wrapper_type)
+        wrapper_type.merge = _without_packed(wrapper_type.merge)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -218,10 +245,11 @@ def install(is_selected: Callable[[Any], bool]) -> None:
 
 
 def uninstall() -> None:
-    """Restores PEFT's own function."""
+    """Restores PEFT's own functions."""
     for finder in _finders():
         sys.meta_path.remove(finder)
     wrapper_type: Any = getattr(sys.modules.get(_MODULE), "ParamWrapper", None)
-    original = getattr(getattr(wrapper_type, "forward", None), "__wrapped__", None)
-    if original is not None:
-        wrapper_type.forward = original
+    for name in ("forward", "merge"):
+        original = getattr(getattr(wrapper_type, name, None), "__wrapped__", None)
+        if original is not None:
+            setattr(wrapper_type, name, original)

@@ -1,0 +1,172 @@
+"""Reads and writes the safetensors files of a checkpoint, tensor by tensor, in every dtype."""
+
+import json
+import math
+import os
+import pathlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+_DTYPES = {
+    "BOOL": np.bool_,
+    "U8": np.uint8,
+    "I8": np.int8,
+    "I16": np.int16,
+    "U16": np.uint16,
+    "I32": np.int32,
+    "U32": np.uint32,
+    "I64": np.int64,
+    "U64": np.uint64,
+    "F16": np.float16,
+    "F32": np.float32,
+    "F64": np.float64,
+    "BF16": ml_dtypes.bfloat16,
+    "F8_E4M3": ml_dtypes.float8_e4m3fn,
+    "F8_E5M2": ml_dtypes.float8_e5m2,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+}
+_NAMES = {np.dtype(dtype).name: name for name, dtype in _DTYPES.items()}
+INDEX = "model.safetensors.index.json"
+
+
+class Entry(NamedTuple):
+    """A tensor of a file.
+
+    Attributes:
+      dtype: its name in safetensors.
+      shape: its shape.
+      bytes: its size.
+      file, start: where its bytes are; None and 0: not written yet.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+    file: pathlib.Path | None = None
+    start: int = 0
+
+
+def new_entry(dtype: Any, shape: tuple[int, ...]) -> Entry:
+    """An entry for a tensor of a numpy dtype."""
+    dtype = np.dtype(dtype)
+    return Entry(_NAMES[dtype.name], shape, math.prod(shape) * dtype.itemsize)
+
+
+class Files(Mapping[str, np.ndarray]):
+    """The tensors of a safetensors checkpoint by name, for `load`. Each is a read-only view of its file.
+
+    Args:
+      path: a folder with a model's safetensors files, or one file.
+
+    Raises:
+      ValueError: there is no file, a name is in two files, or the index and the files disagree.
+
+    >>> import numpy as np, pathlib, tempfile
+    >>> from anabranch.checkpoints import Files, write_file
+    >>> file = pathlib.Path(tempfile.mkdtemp()) / "model.safetensors"
+    >>> write_file(file, {"weight": np.ones((2, 3), np.float32)})
+    >>> Files(file)["weight"].sum()
+    np.float32(6.0)
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        self.path = pathlib.Path(path)
+        self.files = sorted(self.path.glob("*.safetensors")) if self.path.is_dir() else [self.path]
+        if not self.files or not self.files[0].exists():
+            raise ValueError(f"path: got {self.path}, expected a safetensors file or a folder with some")
+        self.entries: dict[str, Entry] = {}
+        for file in self.files:
+            for name, entry in _read_header(file):
+                if name in self.entries:
+                    raise ValueError(
+                        f"{name}: got it in {self.entries[name].file} and {file}, expected every name once"
+                    )
+                self.entries[name] = entry
+        index = self.path / INDEX
+        if index.exists():
+            listed = json.loads(index.read_text())["weight_map"]
+            for name in sorted(listed.keys() | self.entries.keys()):
+                file_of = self.entries[name].file if name in self.entries else None
+                found = None if file_of is None else file_of.name
+                if listed.get(name) != found:
+                    raise ValueError(f"{name}: got {found or 'no file'}, expected {listed.get(name)} ({index})")
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        entry = self.entries[name]
+        if entry.dtype not in _DTYPES:
+            raise TypeError(f"{name}: got {entry.dtype}, expected one of {', '.join(_DTYPES)}")
+        return self.bytes_of(name).view(_DTYPES[entry.dtype]).reshape(entry.shape)
+
+    def bytes_of(self, name: str) -> np.ndarray:
+        """The bytes of a tensor, of any dtype."""
+        entry = self.entries[name]
+        assert entry.file is not None
+        if not entry.bytes:
+            return np.empty(0, np.uint8)
+        return np.memmap(entry.file, np.uint8, "r", entry.start, (entry.bytes,))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+
+def _read_header(file: pathlib.Path) -> Iterator[tuple[str, Entry]]:
+    """The entries of a file in the order of their bytes."""
+    size = file.stat().st_size
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        if not 2 <= length <= size - 8:
+            raise ValueError(f"{file}: got a header of {length} bytes in a file of {size}, expected a safetensors file")
+        pairs = json.loads(opened.read(length), object_pairs_hook=lambda pairs: pairs)
+    found = []
+    for name, fields in pairs:
+        if name == "__metadata__":
+            continue
+        entry = dict(fields)
+        begin, end = entry["data_offsets"]
+        found.append((name, Entry(entry["dtype"], tuple(entry["shape"]), end - begin, file, 8 + length + begin)))
+    for name, tensor in found:
+        if tensor.start + tensor.bytes > size:
+            raise ValueError(f"{name}: got a file of {size} bytes, expected {tensor.start + tensor.bytes}: {file}")
+    return iter(sorted(found, key=lambda item: item[1].start))
+
+
+def write(path: pathlib.Path, entries: Mapping[str, Entry], contents: Iterable[np.ndarray]) -> None:
+    """Writes a file. contents: the bytes of all entries in their order, in arrays of any sizes and dtypes."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, entry in entries.items():
+        header[name] = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [offset, offset + entry.bytes]}
+        offset += entry.bytes
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as opened:
+        opened.write(len(text).to_bytes(8, "little") + text)
+        for array in contents:
+            opened.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        written = opened.tell() - 8 - len(text)
+    if written != offset:
+        raise RuntimeError(f"{path}: wrote {written} bytes, expected {offset}")
+
+
+def write_file(path: str | os.PathLike[str], tensors: Mapping[str, Any]) -> None:
+    """Writes tensors to a safetensors file.
+
+    Args:
+      path: the file.
+      tensors: name -> array (anything that np.asarray accepts), as `store` returns them.
+
+    >>> import pathlib, tempfile
+    >>> write_file(pathlib.Path(tempfile.mkdtemp()) / "a.safetensors", {"weight": np.ones(3, np.float32)})
+    """
+    arrays = {name: np.asarray(array) for name, array in tensors.items()}
+    for name, array in arrays.items():
+        if array.dtype.name not in _NAMES:
+            raise TypeError(f"{name}: got {array.dtype}, expected one of {', '.join(_NAMES)}")
+    entries = {name: new_entry(array.dtype, array.shape) for name, array in arrays.items()}
+    write(pathlib.Path(path), entries, arrays.values())

@@ -1,0 +1,138 @@
+"""Loading of packed checkpoints by Hugging Face Transformers: the configurations and quantizers registered with it.
+
+The model's experts, and with FP8 its linear layers, are replaced before its weights are loaded. Transformers' own
+converters then stack the tensors of single experts, and split them again when the model is saved.
+"""
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+from transformers.quantizers.quantizers_utils import should_convert_module
+from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
+
+from anabranch.torch.transformers.experts_module import experts_modules, model_name
+from anabranch.torch.transformers.packed_modules import Fp8Linear, PackedExperts, PackedModule
+
+MXFP4, FP8 = "anabranch_mxfp4", "anabranch_fp8"
+
+
+class _Config:
+    """The entries of the checkpoint's quantization_config, which `to_dict` returns unchanged."""
+
+    def __init__(self, **entries: Any):
+        entries = dict(entries)
+        method = entries.pop("quant_method")
+        self._checkpoint = entries.pop("checkpoint", {"quant_method": method, **entries})
+        super().__init__(**entries)
+        self.quant_method = method
+
+    def to_dict(self) -> dict[str, Any]:
+        """The entries of the checkpoint."""
+        return copy.deepcopy(self._checkpoint)
+
+
+class PackedMxfp4Config(_Config, Mxfp4Config):  # type: ignore[misc]
+    """Configuration of `PackedMxfp4Quantizer`."""
+
+
+class PackedFp8Config(_Config, FineGrainedFP8Config):  # type: ignore[misc]
+    """Configuration of `PackedFp8Quantizer`."""
+
+
+def _replace_experts(model: nn.Module, packed: str, excluded: list[str]) -> None:
+    """Replaces the experts modules that the checkpoint has packed."""
+    found = {path: part for path, part in experts_modules(model).items() if should_convert_module(path, excluded)}
+    if not found:
+        raise NotImplementedError(
+            f"packed_config: got {model_name(model)}, which has no packed experts that follow the interface of "
+            "transformers.integrations.moe, expected a model that has"
+        )
+    for path, experts in found.items():
+        model.set_submodule(path, PackedExperts(experts, packed))
+
+
+class _Packed:
+    """What both quantizers share."""
+
+    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+        """Needs no device and no further package."""
+
+    def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
+        """None for codes and scales, which keep the dtype that they have in the checkpoint."""
+        packed = dtype == torch.float8_e4m3fn or any("_scale" in name for name in converter.target_patterns)
+        return None if packed else super().get_new_dtype(converter, param, dtype)  # type: ignore[misc]
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        for path, module in model.named_modules():
+            if isinstance(module, PackedModule):
+                module.check_loaded(path)
+        return model
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        """The state dict has the checkpoint's names and bytes."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Adapters and the parameters that are not packed can be trained."""
+        return True
+
+    @property
+    def is_qat_trainable(self) -> bool:
+        """Lets Trainer accept models with adapters by `add_lora`, which are no models of PEFT."""
+        return True
+
+    @property
+    def is_compileable(self) -> bool:
+        """`generate` does not compile the model by itself."""
+        return False
+
+
+class PackedMxfp4Quantizer(_Packed, HfQuantizer):  # type: ignore[misc]
+    """Loads MXFP4 experts. All other weights are plain."""
+
+    requires_calibration = False
+    #: Per-expert tensors, which `anabranch.checkpoints.convert` writes. Those of gpt-oss are parameters as they are.
+    serialized_names = {"weight": ["weight_blocks", "weight_scales"]}  # noqa: RUF012
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        config: Any = self.quantization_config
+        _replace_experts(model, "mxfp4", config.modules_to_not_convert or [])
+
+
+class PackedFp8Quantizer(_Packed, FineGrainedFP8HfQuantizer):  # type: ignore[misc]
+    """Loads FP8 blocks of experts and of linear layers."""
+
+    def get_load_operations(self) -> dict[str, Any]:
+        """None: nothing is decoded."""
+        return {}
+
+    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+        config: Any = self.quantization_config
+        config.dequantize = True  # with it Transformers only converts the names of excluded modules
+        super()._process_model_before_weight_loading(model)
+        config.dequantize = False
+        excluded = self.modules_to_not_convert
+        _replace_experts(model, "fp8_blocks", excluded)
+        for path, module in list(model.named_modules()):
+            if not isinstance(module, nn.Linear) or not should_convert_module(path, excluded):
+                continue
+            if type(module) is not nn.Linear:
+                raise NotImplementedError(f"{path}: got a {type(module).__name__} with FP8 weights, expected a Linear")
+            model.set_submodule(path, Fp8Linear(module))
+
+
+def install() -> None:
+    """Registers both formats with Transformers. Further calls have no effect."""
+    for name, config, quantizer in (
+        (MXFP4, PackedMxfp4Config, PackedMxfp4Quantizer),
+        (FP8, PackedFp8Config, PackedFp8Quantizer),
+    ):
+        if name not in AUTO_QUANTIZER_MAPPING:
+            register_quantization_config(name)(config)
+            register_quantizer(name)(quantizer)

@@ -1,0 +1,44 @@
+// GEMMs with packed weights (MXFP4 and FP8 blocks) on CUDA.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "anabranch/types.h"
+#include "experts/cuda/ops/rows_product.h"
+#include "experts/cuda/ops/up.h"
+
+namespace anabranch::cuda {
+
+// Matrices [E, N, C] in memory. A GEMM sums over C.
+struct PackedMatrices {
+  const uint8_t* values = nullptr;
+  const void* scales = nullptr;
+  int32_t dtype = 0;  // AB_FLOAT4_E2M1X2 or AB_FLOAT8_E4M3
+  int32_t scales_dtype = 0;
+  int64_t N = 0;
+  int64_t C = 0;
+};
+
+// Phases whose weights are packed; `w_in` or `w` is not read. The columns of a RowsProduct begin with first_column.
+struct PackedUp : Up {
+  PackedMatrices packed;
+};
+struct PackedRowsProduct : RowsProduct {
+  PackedMatrices packed;
+  int64_t first_column = 0;
+};
+
+// Whether a GEMM of R rows with matrices [E, N, C] reads them packed, by the small-M kernels (few_rows/); else they are
+// first unpacked into scratch memory. Depends on sizes alone, because workspace sizes must agree with it. Up to 16 rows
+// per expert, reading experts twice or three times takes less time than writing and reading the unpacked values.
+inline bool reads_packed(int64_t R, int64_t E, int64_t N, int64_t C, int32_t dtype) {
+  constexpr int64_t kMaxRowsPerExpert = 16;       // on average
+  constexpr int64_t kMaxRanges = 640;             // of at most 8 rows, which shared memory lists
+  constexpr int64_t kMaxSize = int64_t{1} << 20;  // kernels index in int32
+  return (dtype == AB_BFLOAT16 || dtype == AB_FLOAT16) && std::min({R, E, N, C}) > 0 &&
+         std::max({R, E, N, C}) <= kMaxSize && E * N <= INT32_MAX && R <= kMaxRowsPerExpert * E &&
+         R / 8 + std::min(R, E) <= kMaxRanges;
+}
+
+}  // namespace anabranch::cuda

@@ -43,6 +43,11 @@ string(REPLACE ";" ", " architectures "${CMAKE_CUDA_ARCHITECTURES}")
 set(ANABRANCH_CUDA_SUMMARY
     "${CMAKE_CUDA_COMPILER_VERSION} for ${architectures}; Hopper's tensor cores 90a-real")
 
+# Without optimisation the kernels compile in a third of the time and are too slow to use. Tested with nvcc 13.0.
+if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 13.0)
+  set(ANABRANCH_CUDA_OPTIMIZE ON)
+endif()
+
 anabranch_glob(ANABRANCH_CUDA_SOURCES src/*.cu)
 set(ANABRANCH_HOPPER_SOURCES ${ANABRANCH_CUDA_SOURCES})
 list(FILTER ANABRANCH_HOPPER_SOURCES INCLUDE REGEX "^src/experts/hopper/")
@@ -56,10 +61,6 @@ list(APPEND ANABRANCH_CUDA_SOURCES ${ANABRANCH_PORTABLE_INSTANCES})
 # library that contains them, so Release omits them.
 set(ANABRANCH_CUDA_OPTIONS --expt-relaxed-constexpr -Xfatbin=-compress-all $<$<NOT:$<CONFIG:Release>>:-lineinfo>)
 
-# Without optimisation the kernels compile in a third of the time and are too slow to use. Tested with nvcc 13.0.
-if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 13.0)
-  set(ANABRANCH_CUDA_OPTIMIZE ON)
-endif()
 if(NOT ANABRANCH_CUDA_OPTIMIZE)
   list(APPEND ANABRANCH_CUDA_OPTIONS --Ofast-compile=max)
   string(APPEND ANABRANCH_CUDA_SUMMARY ", without optimisation")

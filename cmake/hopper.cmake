@@ -1,12 +1,22 @@
-# Writes files that instantiate the launchers of src/experts/hopper/launchers.h, one instance per file.
-# anabranch_hopper_instance(NAME HEADER TEMPLATE OPERANDS) writes NAME.cu with an explicit instantiation of TEMPLATE,
-# which HEADER defines, and appends it to ANABRANCH_HOPPER_INSTANCES.
+# Writes files that instantiate the launchers of src/experts/hopper/launchers.h: one instance per file, so that they
+# compile in parallel. A build without optimisation spends most of its time on headers and on the code that instances
+# share, so there a file has all instances of a header.
+# anabranch_hopper_instance(NAME HEADER TEMPLATE OPERANDS) adds an explicit instantiation of TEMPLATE, which HEADER
+# defines. ANABRANCH_HOPPER_INSTANCES: the files.
 set(ANABRANCH_HOPPER_INSTANCES "")
-function(anabranch_hopper_instance name header template operands)
-  set(file ${PROJECT_BINARY_DIR}/hopper/${name}.cu)
-  configure_file(${PROJECT_SOURCE_DIR}/cmake/hopper_instance.cu.in ${file} @ONLY)
-  set(ANABRANCH_HOPPER_INSTANCES ${ANABRANCH_HOPPER_INSTANCES} ${file} PARENT_SCOPE)
-endfunction()
+macro(anabranch_hopper_instance name header template operands)
+  if(ANABRANCH_CUDA_OPTIMIZE)
+    set(file ${PROJECT_BINARY_DIR}/hopper/${name}.cu)
+  else()
+    set(file ${PROJECT_BINARY_DIR}/hopper/${header}.cu)
+  endif()
+  if(NOT file IN_LIST ANABRANCH_HOPPER_INSTANCES)
+    list(APPEND ANABRANCH_HOPPER_INSTANCES ${file})
+    set(instances_${file} "")
+  endif()
+  set(header_${file} ${header})
+  string(APPEND instances_${file} "template ab_status ${template}(${operands}, int, cudaStream_t);\n")
+endmacro()
 
 foreach(layout ungated gated interleaved)
   foreach(major mn k)
@@ -51,4 +61,10 @@ endforeach()
 foreach(gathered nothing x d_y)
   anabranch_hopper_instance(weight_gradient_${gathered} weight_gradient "launch_weight_gradient<Gathered::${gathered}>"
                             "const WeightGradient&, TileChoice, const SegmentBounds&, const SegmentList&")
+endforeach()
+
+foreach(file ${ANABRANCH_HOPPER_INSTANCES})
+  set(header ${header_${file}})
+  set(instances "${instances_${file}}")
+  configure_file(${PROJECT_SOURCE_DIR}/cmake/hopper_instance.cu.in ${file} @ONLY)
 endforeach()

@@ -1,26 +1,32 @@
-# Writes files that instantiate the launchers of src/experts/portable/launchers.h, one file per element type, and
-# appends their names to ANABRANCH_PORTABLE_INSTANCES. file: the start of these names. Each of the last arguments
-# instantiates the launcher once: its tile, then, for a GEMM that can have an adapter, whether it has one.
+# Writes files that instantiate the launchers of src/experts/portable/launchers.h and appends their names to
+# ANABRANCH_PORTABLE_INSTANCES. A file has the instances of one element type, without or with adapters; in a build
+# without optimisation, all instances of a header (see hopper.cmake).
+# anabranch_portable_instances(FILE HEADER OPERANDS VARIANT...) adds the instances of all element types. FILE: the start
+# of the names of files. VARIANT: the tile, then, for a GEMM that can have an adapter, whether it has one.
 set(ANABRANCH_PORTABLE_INSTANCES "")
-function(anabranch_portable_instances file header operands)
+macro(anabranch_portable_instances name header operands)
   foreach(elements BFLOAT16 FLOAT16 FLOAT32 TF32)
     if(elements STREQUAL TF32)
       set(arguments "AB_FLOAT32, Precision::tf32")
     else()
       set(arguments "AB_${elements}, Precision::highest")
     endif()
-    set(instances "")
+    if(ANABRANCH_CUDA_OPTIMIZE)
+      set(file ${PROJECT_BINARY_DIR}/portable/${name}_${elements}.cu)
+    else()
+      set(file ${PROJECT_BINARY_DIR}/portable/${header}.cu)
+    endif()
+    if(NOT file IN_LIST ANABRANCH_PORTABLE_INSTANCES)
+      list(APPEND ANABRANCH_PORTABLE_INSTANCES ${file})
+      set(instances_${file} "")
+    endif()
+    set(header_${file} ${header})
     foreach(variant ${ARGN})
-      string(APPEND instances
-             "template ab_status launch_${header}<${arguments}, TileChoice::${variant}>"
-             "(${operands}, int, cudaStream_t);\n")
+      string(APPEND instances_${file} "template ab_status launch_${header}<${arguments}, TileChoice::${variant}>"
+                                      "(${operands}, int, cudaStream_t);\n")
     endforeach()
-    set(path ${PROJECT_BINARY_DIR}/portable/${file}_${elements}.cu)
-    configure_file(${PROJECT_SOURCE_DIR}/cmake/portable_instance.cu.in ${path} @ONLY)
-    list(APPEND ANABRANCH_PORTABLE_INSTANCES ${path})
   endforeach()
-  set(ANABRANCH_PORTABLE_INSTANCES ${ANABRANCH_PORTABLE_INSTANCES} PARENT_SCOPE)
-endfunction()
+endmacro()
 
 foreach(launcher "up;const Up&" "rows_product;const RowsProduct&" "intermediate_gradient;const IntermediateGradient&")
   list(GET launcher 0 header)
@@ -30,3 +36,9 @@ foreach(launcher "up;const Up&" "rows_product;const RowsProduct&" "intermediate_
 endforeach()
 anabranch_portable_instances(weight_gradient weight_gradient
                              "const WeightGradient&, const SegmentBounds&, const SegmentList&" main)
+
+foreach(file ${ANABRANCH_PORTABLE_INSTANCES})
+  set(header ${header_${file}})
+  set(instances "${instances_${file}}")
+  configure_file(${PROJECT_SOURCE_DIR}/cmake/portable_instance.cu.in ${file} @ONLY)
+endforeach()

@@ -21,8 +21,12 @@ SCALE_RULES = {"floor": 0, "ceil": 1}
 class Mxfp4(NamedTuple):
     """Weights in MXFP4: elements of 4 bits, with a scale of one byte for 32 consecutive elements of a row.
 
-    Element 2j of a block is the low half of byte j, element 2j + 1 the high half. `pack_mxfp4` packs weights, `unpack`
-    returns their values.
+    Element 2j of a block is the low half of byte j, element 2j + 1 the high half.
+
+    `pack_mxfp4` rounds elements to nearest, ties to even; a block with a NaN or an infinity becomes NaN. The scale 2^k
+    of a block follows from its largest magnitude m by a rule. "floor": k = floor(log2 m) - 2, the rule of OCP, with
+    which magnitudes above 6 * 2^k become 6 * 2^k. "ceil": k = ceil(log2(m / 6)), with which none is clipped. `unpack`
+    returns values that are exact in float32 and bfloat16, up to overflow, and rounded once in float16.
 
     Attributes:
       codes: uint8 [..., N, C/32, 16]; for w_in [E, P, F, D/32, 16] ("pfd") or [E, F, P, D/32, 16] ("fpd"), for w_out
@@ -55,8 +59,8 @@ class Mxfp4(NamedTuple):
 class Fp8Blocks(NamedTuple):
     """Weights as e4m3 numbers, with a scale for every block of 128 x 128.
 
-    `pack_fp8` packs weights, `unpack` returns their values. The "weight_scale_inv" of checkpoints multiplies: it is
-    this scale.
+    `pack_fp8` packs weights. `unpack` rounds their values to float32 and then to the requested dtype. The
+    "weight_scale_inv" of checkpoints multiplies: it is this scale.
 
     Attributes:
       q: float8_e4m3fn [..., N, C]; for w_in [E, P, F, D] ("pfd"), for w_out [E, D, F] ("df").
@@ -67,7 +71,7 @@ class Fp8Blocks(NamedTuple):
         of 128, or `w_in_layout` or `w_out_layout` is not the one above. The message names the field, such as "w_in.q".
 
     Gradients: none. A derivative with respect to the weights raises in JAX, tensors that require a gradient raise in
-    PyTorch. Source: semantics, section 13.
+    PyTorch. Source: semantics, sections 11 (Q2) and 13.
 
     >>> from anabranch.jax import pack_fp8, unpack
     >>> weights = pack_fp8(jnp.full((2, 128, 256), 3.0))
@@ -92,6 +96,11 @@ _LAYOUTS: Mapping[type, Mapping[str, tuple[str, ...]]] = {
 }
 
 
+#: For each axis of a quantised matrix in the backward pass and of its scales, the axis of an Fp8Blocks.
+BACKWARD_AXES = {"w_in": (0, 3, 1, 2), "w_out": (0, 2, 1)}
+_NAMES = "an Mxfp4 or an Fp8Blocks"
+
+
 def is_packed(value: Any) -> bool:
     """Whether a value is a packed matrix."""
     return isinstance(value, FORMATS)
@@ -102,6 +111,28 @@ def check_plain(**weights: Any) -> None:
     for name, value in weights.items():
         if is_packed(value):
             raise TypeError(f"{name}: got {checks.describe(value)}, expected plain weights (see `unpack`)")
+
+
+def refuse_without_scales(name: str, value: Any) -> None:
+    """Raises TypeError for an array that can only be a part of a packed matrix."""
+    if str(getattr(value, "dtype", "")).removeprefix("torch.") in ("uint8", "int8", "float8_e4m3fn"):
+        raise TypeError(
+            f"{name}: got {checks.describe(value)} without scales, expected floats, {_NAMES}; other packed formats "
+            "such as GGUF, NVFP4 and MXFP8 are not supported"
+        )
+
+
+def require_packed(name: str, value: Any) -> None:
+    """Raises TypeError for other values than packed matrices."""
+    if not is_packed(value):
+        raise TypeError(f"{name}: got {checks.describe(value)}, expected {_NAMES}")
+
+
+def check_whole_blocks(value: Any, block: int, axes: int) -> None:
+    """Raises ValueError if blocks do not divide the last `axes` axes of the weights `w`, which are to be packed."""
+    if any(size % block for size in value.shape[-axes:]):
+        last = "a last dimension that is a multiple" if axes == 1 else "last dimensions that are multiples"
+        raise ValueError(f"w: got {checks.describe(value)}, expected {last} of {block}")
 
 
 def parts_of(value: Any) -> tuple[Any, Any]:

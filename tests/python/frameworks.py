@@ -39,7 +39,7 @@ def choose(name):
     _current = name
 
 
-def vjp(jax_function, torch_function, operands, *, jit=False):
+def vjp(jax_function, torch_function, operands):
     """(result, pull) of the current framework's function at named operands; tensors are returned as arrays.
 
     pull(cotangent): the gradients by the names of the floating operands.
@@ -51,14 +51,31 @@ def vjp(jax_function, torch_function, operands, *, jit=False):
         result, pull = vjp_in_torch(torch_function, operands)
         return arrays(result), pull
 
+    given, integers = _split(operands)
+    result, jax_pull = jax.vjp(lambda given: jax_function(**given, **integers), given)
+    return result, lambda cotangent: jax_pull(jax.tree.map(jax.device_put, cotangent))[0]
+
+
+def with_gradients(jax_function, torch_function, operands, cotangent):
+    """(result, gradients) of `vjp` for a cotangent; in JAX one compiled program."""
+    if in_torch():
+        result, pull = vjp(jax_function, torch_function, operands)
+        return result, pull(cotangent)
+    given, integers = _split(operands)
+
+    @jax.jit
+    def both_passes(given, integers, cotangent):
+        result, pull = jax.vjp(lambda given: jax_function(**given, **integers), given)
+        return result, pull(cotangent)[0]
+
+    return both_passes(given, integers, cotangent)
+
+
+def _split(operands):
+    """(floating operands, integer ones) without those that are None."""
     given = {name: value for name, value in operands.items() if value is not None}
     integers = {name: given.pop(name) for name in list(given) if not jnp.issubdtype(given[name].dtype, jnp.floating)}
-
-    def function(given):
-        return jax_function(**given, **integers)
-
-    result, jax_pull = jax.vjp(jax.jit(function) if jit else function, given)
-    return result, lambda cotangent: jax_pull(jax.tree.map(jax.device_put, cotangent))[0]
+    return given, integers
 
 
 def call(jax_function, torch_function, *arguments, **options):

@@ -1,9 +1,31 @@
-"""Ends processes of Gloo groups."""
+"""Starts the processes of a group, and ends those of Gloo groups."""
 
 import os
 import sys
+import time
 
 import torch.distributed as dist
+import torch.multiprocessing
+
+#: Modules that take long to import and start no threads.
+IMPORTED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "anabranch.torch"]
+
+
+def start(function, ranks, *arguments, timeout=300):
+    """Calls function(rank, *arguments) in `ranks` processes, which are forks of one that has imported torch.
+
+    An error of a rank is raised here. After `timeout` seconds all ranks are ended, because one may wait for ever.
+    """
+    torch.multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTED)
+    group = torch.multiprocessing.start_processes(
+        function, arguments, nprocs=ranks, join=False, start_method="forkserver"
+    )
+    end = time.monotonic() + timeout
+    while not group.join(max(end - time.monotonic(), 0)):  # returns whenever a rank ends
+        if time.monotonic() > end:
+            for process in group.processes:
+                process.kill()
+            raise TimeoutError(f"the ranks did not end in {timeout} s")
 
 
 def leave():

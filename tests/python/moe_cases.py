@@ -15,7 +15,7 @@ from anabranch.reference import moe as reference
 from anabranch.reference import replay as reference_replay
 from anabranch.reference.router import route as reference_route
 from lora_cases import as_lora, oracle_options, with_factors
-from oracle import assert_close, assert_close_per_expert
+from oracle import assert_close, assert_close_per_expert, remembered
 
 # float32: 2e-6 times 4, for GEMMs over D and F with at most a few hundred terms and the sums after them.
 # bfloat16: a unit roundoff of 2^-9 for each rounding in sequence (h, a, y or dh, the result: at most 5; sqrt(5) as
@@ -32,6 +32,8 @@ TWO_INPUTS = (
     Activation.situ(0.7, 0.9),
 )
 """Activations whose limits clamp many elements."""
+_reference_moe, _reference_moe_backward = remembered(reference.moe), remembered(reference.moe_backward)
+
 EXPERT_AXIS = {"gate": 1, "gate_bias": 0, "w_in": 0, "w_out": 0, "b_in": 0, "b_out": 0} | dict.fromkeys(NAMES, 0)
 
 
@@ -99,6 +101,7 @@ def selected(arrays, options):
     return np.asarray(route(logits, options["topk"], **chosen).experts)
 
 
+@remembered
 def gate_terms(arrays, options, gradients):
     """The sums of |terms| of the gradients of the gate [D, E] and its bias [E], by name.
 
@@ -220,9 +223,9 @@ def expected_layer(arrays, cotangents, *, kept=None, **options):
     if options.get("replay") is not None:
         settings["replay"] = reference_replay.Replay(*options["replay"])
     kept_as = saved_dtype(options.get("activation", "silu"), str(arrays["x"].dtype))
-    gradients = reference.moe_backward(*main, *cotangents, **settings, saved_dtype=kept_as)
+    gradients = _reference_moe_backward(*main, *cotangents, **settings, saved_dtype=kept_as)
     gradients = with_factors(gradients)
-    return reference.moe(*main, **settings), gradients, gate_terms(arrays, settings, gradients)
+    return _reference_moe(*main, **settings), gradients, gate_terms(arrays, settings, gradients)
 
 
 def assert_layer(result, gradients, expected, dtype, *, tiny=False, weights_bound=1e-5):

@@ -10,7 +10,10 @@ from anabranch.lora import NAMES
 from anabranch.reference import moe as reference
 from lora_cases import as_lora, oracle_options, with_factors
 from moe_cases import BOUND, EXPERT_AXIS, in_our_layout, layouts_of, operands, saved_dtype, stored
-from oracle import assert_close, assert_close_per_expert
+from oracle import assert_close, assert_close_per_expert, remembered
+
+_reference_experts = remembered(reference.routed_experts)
+_reference_experts_backward = remembered(reference.routed_experts_backward)
 
 POSITIONAL = ("x", "experts", "weights", "w_in", "w_out")
 
@@ -74,9 +77,9 @@ def check_routed(arrays, *, kept=None, tiny=False, **options):
     settings = {name: options[name] for name in names if name in options} | {"kept": kept}
     settings |= oracle_options(arrays)
     given = {name: array for name, array in arrays.items() if name not in NAMES}
-    expected = reference.routed_experts(**given, **settings)
+    expected = _reference_experts(**given, **settings)
     settings["saved_dtype"] = saved_dtype(options.get("activation", "silu"), str(arrays["x"].dtype))
-    expected_gradients = with_factors(reference.routed_experts_backward(**given, **settings, d_output=d_output))
+    expected_gradients = with_factors(_reference_experts_backward(**given, **settings, d_output=d_output))
     bound = BOUND[str(arrays["x"].dtype)]
     assert_close(output, expected.output, bound, "output")
     np.testing.assert_array_equal(counts, expected.tokens_per_expert)

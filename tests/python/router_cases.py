@@ -10,7 +10,7 @@ import numpy as np
 import frameworks
 from anabranch.jax import route
 from anabranch.reference import router as reference
-from oracle import assert_close, assert_close_per_expert
+from oracle import assert_close, assert_close_per_expert, remembered
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 
@@ -26,6 +26,10 @@ ROUNDING = {"float32": 0.0, "bfloat16": 2.0**-8, "float16": 2.0**-10}
 FLOAT64_ZERO = 1e-14
 
 GROUPS = {"num_groups": 8, "group_topk": 4}
+
+_reference_route = remembered(reference.route)
+_reference_route_backward = remembered(reference.route_backward)
+_reference_select = remembered(reference.select)
 
 
 def logits(T, E, dtype="float32", seed=0, scale=2.0):
@@ -83,7 +87,7 @@ def check_selection(experts, z, topk, options):
         agrees = reference.selection_agrees(experts, z, **steering)
         assert agrees.all(), f"experts: got {np.asarray(experts)[~agrees][:4]} for tokens {np.flatnonzero(~agrees)[:4]}"
     else:
-        np.testing.assert_array_equal(experts, reference.select(z, topk, **steering))
+        np.testing.assert_array_equal(experts, _reference_select(z, topk, **steering))
 
 
 def _on_gpu(got):
@@ -113,7 +117,7 @@ def check(z, topk, per_expert=True, each=True, **options):
     if "forced_experts" not in options:
         check_selection(experts, z, topk, options)
     selected = {"experts": experts} if "forced_experts" not in options else {}
-    want = reference.route(z, topk, **options, **selected)
+    want = _reference_route(z, topk, **options, **selected)
     np.testing.assert_array_equal(experts, want.experts)
     np.testing.assert_array_equal(counts, want.tokens_per_expert)
     for name, got in zip(("weights", "score_sum", "lse"), results, strict=True):
@@ -126,7 +130,7 @@ def check(z, topk, per_expert=True, each=True, **options):
             continue
         # Zeros rather than None: a NaN score times a cotangent of 0 is NaN.
         given = cotangent if name == "all" else [c if i == j else np.zeros_like(c) for j, c in enumerate(cotangent)]
-        d_want = reference.route_backward(z, topk, *given, **options, **selected)
+        d_want = _reference_route_backward(z, topk, *given, **options, **selected)
         assert got.dtype == z.dtype
         if np.abs(d_want).max(initial=0.0) < FLOAT64_ZERO:
             zero = BOUND if _on_gpu(got) else FLOAT64_ZERO

@@ -29,8 +29,7 @@ def test_output_and_gradients(parts, activation, gate, dtype):
         arrays["w_gate"] = arrays["w_gate"].astype(np.float32)
     d_output = rng.standard_normal((3, 7, 24)).astype(DTYPES[dtype])
     functions = (functools.partial(f, activation=activation) for f in (shared_expert_of_jax, shared_expert_of_torch))
-    output, pull = frameworks.vjp(*functions, arrays, jit=True)
-    gradients = pull(d_output)
+    output, gradients = frameworks.with_gradients(*functions, arrays, d_output)
     numbers = {name: np.asarray(array, np.float64) for name, array in arrays.items()}
     assert output.dtype == dtype
     assert_close(output, reference.shared_expert(**numbers, activation=activation), BOUND[dtype], "output")

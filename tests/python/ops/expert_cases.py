@@ -26,7 +26,7 @@ import numpy as np
 
 from anabranch.activation import PLAIN, Activation, as_activation
 from anabranch.reference import experts as reference
-from oracle import assert_close, assert_close_per_expert
+from oracle import assert_close_per_expert, assert_rows_close, remembered
 
 FLOAT32 = 2e-6
 UNIT_ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
@@ -98,6 +98,7 @@ def network(rng, group_sizes, width, parts, expert_width, *, dtype="float32", sp
     )
 
 
+@remembered
 def oracle(net, activation, slot_of_row=None):
     """(y, gradients by name) of the float64 oracle; it is the same for early and late weights."""
     given = dict(
@@ -120,6 +121,7 @@ def named(gradients):
     return {name: value for name, value in zip(names, gradients, strict=True) if value is not None}
 
 
+@remembered
 def weight_gradient_scale(net, activation):
     """[R]: norm of the terms of <da', a> + <d_y, b_out> for each row."""
     rows, w_in, w_out = (np.asarray(array, np.float64) for array in (net.rows, net.w_in, net.w_out))
@@ -147,16 +149,6 @@ def assert_weight_gradient_close(got, want, scale, group_sizes, limit):
         rows = slice(offsets[e], offsets[e + 1])
         assert np.linalg.norm(error[rows]) <= limit * np.linalg.norm(scale[rows]), f"weights, expert {e}"
     assert not np.asarray(got, np.float64)[offsets[-1] :].any(), "weights past the groups"
-
-
-def assert_rows_close(got, want, group_sizes, limit, name, terms=None):
-    """Compares the rows of each expert; rows past the groups are exactly zero. terms: see `assert_close`."""
-    offsets = np.concatenate([[0], np.cumsum(group_sizes)])
-    for e in range(len(group_sizes)):
-        rows = slice(offsets[e], offsets[e + 1])
-        row_terms = None if terms is None else terms[rows]
-        assert_close(np.asarray(got)[rows], want[rows], limit, f"{name}, expert {e}", row_terms)
-    assert not np.asarray(got)[offsets[-1] :].astype(np.float64).any(), f"{name} past the groups"
 
 
 def assert_matches_oracle(net, activation, y, gradients, slot_of_row=None):

@@ -22,7 +22,7 @@ from anabranch import torch
 from anabranch.activation import PLAIN, Activation
 from anabranch.jax import expert_ffn
 from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS, Layouts
-from frameworks import BOTH, vjp
+from frameworks import BOTH, with_gradients
 
 pytestmark = BOTH
 
@@ -46,8 +46,9 @@ def run(net, activation="silu", weight_early=False, w_in_layout="dpf", w_out_lay
     }
     operands = {name: stored(name, np.asarray(array)) for name, array in net.arrays.items()}
     operands["group_sizes"] = np.asarray(net.group_sizes)
-    y, pull = vjp(partial(expert_ffn, **options), partial(torch.expert_ffn, **options), operands, jit=True)
-    return y, {name: ours(name, array) for name, array in pull(np.asarray(net.d_y)).items()}
+    functions = (partial(function, **options) for function in (expert_ffn, torch.expert_ffn))
+    y, gradients = with_gradients(*functions, operands, np.asarray(net.d_y))
+    return y, {name: ours(name, array) for name, array in gradients.items()}
 
 
 def check(net, activation="silu", weight_early=False, **layouts):
@@ -86,6 +87,7 @@ def test_shapes(sizes, width, expert_width, dtype):
 LAYOUTS = [(w_in, w_out) for w_in in IN_LAYOUTS for w_out in OUT_LAYOUTS]
 
 
+@pytest.mark.parametrize(("w_in_layout", "w_out_layout"), LAYOUTS[1:])
 @pytest.mark.parametrize(
     ("sizes", "width", "parts", "expert_width", "weight_early", "dtype"),
     [
@@ -110,7 +112,6 @@ LAYOUTS = [(w_in, w_out) for w_in in IN_LAYOUTS for w_out in OUT_LAYOUTS]
         ([5, 2], 1, 2, 3, False, "bfloat16"),
     ],
 )
-@pytest.mark.parametrize(("w_in_layout", "w_out_layout"), LAYOUTS[1:])
 def test_layouts_of_weights(w_in_layout, w_out_layout, sizes, width, parts, expert_width, weight_early, dtype):
     # No value is so near the limit that the last bits of a sum decide its slope.
     net = network(np.random.default_rng(17), sizes, width, parts, expert_width, dtype=dtype, spare=3)

@@ -15,7 +15,7 @@ from anabranch.jax import expert_ffn, grouped_matmul, quantize_experts
 from anabranch.layouts import Layouts
 from anabranch.reference import experts as reference
 from anabranch.reference.fp8 import quantize_rows, quantize_weights
-from frameworks import BOTH, call, in_torch, vjp
+from frameworks import BOTH, call, in_torch, with_gradients
 
 pytestmark = BOTH
 
@@ -33,8 +33,8 @@ def run(net, w_in_layout="dpf", w_out_layout="fd", quantized=None, **options):
     operands = {name: np.asarray(array) for name, array in net.arrays.items()}
     operands |= {name: operands[name].transpose(of.from_ours(name)) for name in laid_out if name in operands}
     operands["group_sizes"] = np.asarray(net.group_sizes)
-    y, pull = vjp(partial(expert_ffn, **options), partial(torch.expert_ffn, **options), operands, jit=True)
-    found = pull(np.asarray(net.d_y))
+    functions = (partial(function, **options) for function in (expert_ffn, torch.expert_ffn))
+    y, found = with_gradients(*functions, operands, np.asarray(net.d_y))
     return y, found | {name: found[name].transpose(of.order(name)) for name in laid_out if name in found}
 
 
@@ -75,8 +75,9 @@ def test_grouped_matmul(platform, transpose_w, dtype, D, N):
     w = random_array(rng, (len(sizes), N, D) if transpose_w else (len(sizes), D, N), dtype)
     options = dict(transpose_w=transpose_w, precision="fp8", fp8_scales="power_of_two")
     operands = {"x": np.asarray(x), "w": np.asarray(w), "group_sizes": sizes}
-    y, pull = vjp(partial(grouped_matmul, **options), partial(torch.grouped_matmul, **options), operands, jit=True)
-    got = {"y": y} | pull(np.asarray(d_y))
+    functions = (partial(function, **options) for function in (grouped_matmul, torch.grouped_matmul))
+    y, gradients = with_gradients(*functions, operands, np.asarray(d_y))
+    got = {"y": y} | gradients
     w = np.asarray(w, np.float64).swapaxes(1, 2) if transpose_w else np.asarray(w, np.float64)
     want = {"y": reference.grouped_matmul(x, w, sizes, "power_of_two")}
     want["x"], want["w"] = reference.grouped_matmul_backward(d_y, x, w, sizes, "power_of_two")

@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from expert_cases import FLOAT32, UNIT_ROUNDOFF, assert_rows_close, random_array, random_sizes
+from expert_cases import FLOAT32, UNIT_ROUNDOFF, random_array, random_sizes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch import torch
 from anabranch.jax import grouped_matmul
 from anabranch.reference import experts as reference
-from frameworks import both, vjp
-from oracle import assert_close_per_expert
+from frameworks import both, with_gradients
+from oracle import assert_close_per_expert, assert_rows_close
 
 pytestmark = pytest.mark.usefixtures("platform")
 
@@ -27,8 +27,8 @@ def check(rng, sizes, width, columns, *, dtype="float32", transpose_w=False, spa
     d_y = random_array(rng, (R, columns), dtype)
 
     functions = (partial(f, transpose_w=transpose_w) for f in (grouped_matmul, torch.grouped_matmul))
-    y, pull = vjp(*functions, {"x": np.asarray(x), "w": np.asarray(w), "group_sizes": sizes}, jit=True)
-    gradients = pull(np.asarray(d_y))
+    operands = {"x": np.asarray(x), "w": np.asarray(w), "group_sizes": sizes}
+    y, gradients = with_gradients(*functions, operands, np.asarray(d_y))
     d_x, d_w = gradients["x"], gradients["w"]
     assert y.dtype == d_x.dtype == d_w.dtype == dtype
     plain_w = np.asarray(w, np.float64)

@@ -4,7 +4,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from expert_cases import UNIT_ROUNDOFF, assert_rows_close, network
+from expert_cases import UNIT_ROUNDOFF, network
 
 from anabranch import jax, torch
 from anabranch.layouts import Layouts
@@ -14,7 +14,7 @@ from anabranch.reference.grouped_matmul import grouped_matmul, grouped_matmul_ba
 from frameworks import BOTH, vjp
 from lora_cases import CASES, SCALES, as_lora, lora_factors, takes_factors
 from moe_cases import DTYPES
-from oracle import assert_close, assert_close_per_expert
+from oracle import assert_close, assert_close_per_expert, assert_rows_close
 
 pytestmark = BOTH
 

@@ -10,7 +10,6 @@ import pytest
 from expert_cases import (
     ROUNDINGS,
     UNIT_ROUNDOFF,
-    assert_rows_close,
     assert_weight_gradient_close,
     network,
     random_array,
@@ -21,7 +20,7 @@ from anabranch.activation import Activation, as_activation
 from anabranch.jax import Lora, expert_ffn
 from anabranch.layouts import IN_LAYOUTS, OURS, OUT_LAYOUTS, Layouts
 from anabranch.reference import experts as reference
-from oracle import assert_close, assert_close_per_expert
+from oracle import assert_close, assert_close_per_expert, assert_rows_close
 
 pytestmark = pytest.mark.usefixtures("platform")
 

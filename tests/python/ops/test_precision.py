@@ -5,7 +5,6 @@ from functools import partial
 import numpy as np
 import pytest
 from expert_cases import (
-    assert_rows_close,
     assert_weight_gradient_close,
     network,
     oracle,
@@ -17,8 +16,8 @@ import tf32
 from anabranch import torch
 from anabranch.jax import expert_ffn, grouped_matmul
 from anabranch.reference import experts as reference
-from frameworks import BOTH, vjp
-from oracle import assert_close_per_expert
+from frameworks import BOTH, with_gradients
+from oracle import assert_close_per_expert, assert_rows_close
 
 pytestmark = BOTH
 
@@ -36,17 +35,18 @@ def gemm(precision, dtype, transpose_w, exact=False):
         x, w, d_y = map(tf32.exact, (x, w, d_y))
     options = dict(transpose_w=transpose_w, precision=precision)
     operands = {"x": np.asarray(x), "w": np.asarray(w), "group_sizes": SIZES}
-    y, pull = vjp(partial(grouped_matmul, **options), partial(torch.grouped_matmul, **options), operands, jit=True)
-    return (x, w, d_y), {"y": y} | pull(np.asarray(d_y))
+    functions = (partial(function, **options) for function in (grouped_matmul, torch.grouped_matmul))
+    y, gradients = with_gradients(*functions, operands, np.asarray(d_y))
+    return (x, w, d_y), {"y": y} | gradients
 
 
 def ffn(precision, dtype="float32"):
     """The network, and y and every gradient of expert_ffn."""
     net = network(np.random.default_rng(6), SIZES, 33, 2, 47, dtype=dtype, spare=3)
     operands = {name: np.asarray(array) for name, array in net.arrays.items()} | {"group_sizes": SIZES}
-    options = dict(precision=precision)
-    y, pull = vjp(partial(expert_ffn, **options), partial(torch.expert_ffn, **options), operands, jit=True)
-    return net, {"y": y} | pull(np.asarray(net.d_y))
+    functions = (partial(function, precision=precision) for function in (expert_ffn, torch.expert_ffn))
+    y, gradients = with_gradients(*functions, operands, np.asarray(net.d_y))
+    return net, {"y": y} | gradients
 
 
 @pytest.mark.parametrize("exact", [False, True])

@@ -23,6 +23,7 @@ from anabranch.jax.ops.ffn import (
     up_gradients,
 )
 from anabranch.reference import dispatch
+from pairs import pairs
 
 WANTED = ("x", "weights", *UP, *WITH_DH, *DOWN)
 
@@ -36,14 +37,17 @@ def assert_same(got, want):
     np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("biases", [False, True])
-@pytest.mark.parametrize("weight_early", [False, True])
-@pytest.mark.parametrize("align_size, num_rows, w_out_comes_first", [(0, None, True), (8, None, False), (8, 64, True)])
-def test_fused_rules_have_the_bits_of_the_rules_on_rows(
-    dtype, parts, biases, weight_early, align_size, num_rows, w_out_comes_first
-):
+@pytest.mark.parametrize(
+    *pairs(
+        dtype=["float32", "bfloat16", "float16"],
+        parts=[1, 2],
+        biases=[False, True],
+        weight_early=[False, True],
+        rows=[(0, None, True), (8, None, False), (8, 64, True)],
+    )
+)
+def test_fused_rules_have_the_bits_of_the_rules_on_rows(dtype, parts, biases, weight_early, rows):
+    align_size, num_rows, w_out_comes_first = rows
     rng = np.random.default_rng(4)
     selected = np.argsort(rng.random((T, E)), axis=1)[:, :K].astype(np.int32)
     selected[rng.random((T, K)) < 0.1] = -1

@@ -1,8 +1,8 @@
 """The published Mixture-of-Experts blocks of the model families, written as loops over tokens in float64.
 
 For each model_type, `MODELS` has the names and shapes of its checkpoint tensors and the block as a function
-(np, t, x, top, **inputs) of the tensors t by name and x [T, D]. `np` is numpy, or jax.numpy for the gradient of the
-same code. `top(keys, k)` returns the indices of the k largest of `keys()`.
+(np, t, x, top, **inputs) of the tensors t by name and x [T, D]. `np` is numpy, or its functions on torch's tensors
+for the gradient of the same code. `top(keys, k)` returns the indices of the k largest of `keys()`.
 """
 
 import math
@@ -450,10 +450,7 @@ def kolibri():
 
 
 def gelu_erf(np, z):
-    if np.__name__ == "numpy":
-        return np.stack([0.5 * v * (1 + math.erf(v / math.sqrt(2))) for v in z])
-    from jax.scipy.special import erf
-
+    erf = getattr(np, "erf", None) or (lambda z: np.stack([math.erf(v) for v in z]))
     return 0.5 * z * (1 + erf(z / math.sqrt(2)))
 
 

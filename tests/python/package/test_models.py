@@ -6,12 +6,14 @@ import functools
 import io
 import pathlib
 import re
+import types
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import torch
 from definitions import MODELS, D, E, F, T
 
 from anabranch.activation import as_activation
@@ -64,15 +66,29 @@ class Top:
         return self._found[self._at - 1]
 
     def __call__(self, keys, k):
-        largest = self.remember(lambda: self._largest(np.asarray(keys()), k))
-        # JAX compiles one slice per static index
-        return largest if self._at is None else jax.device_put(largest)
+        return self.remember(lambda: self._largest(np.asarray(keys()), k))
 
     def _largest(self, keys, k):
         order = np.argsort(-keys, kind="stable")
         if k < len(keys) and np.isfinite(keys[order[k]]):
             self.margin = min(self.margin, keys[order[k - 1]] - keys[order[k]])
         return [int(e) for e in order[:k]]
+
+
+def of_two(function):
+    """torch's function of two tensors, as numpy's: the second may be a number or a list."""
+    return lambda a, b: function(a, torch.as_tensor(b, dtype=a.dtype))
+
+
+#: The functions of numpy that definitions use, on torch's tensors. JAX would compile each operation for each shape.
+TORCH = types.SimpleNamespace(
+    **{
+        name: getattr(torch, name)
+        for name in "arange clip erf exp log log1p max mean sqrt stack sum tanh where".split()
+    },
+    **{name: of_two(getattr(torch, name)) for name in ("isin", "maximum", "minimum")},
+    inf=np.inf,
+)
 
 
 def random_tensors(model, seed):
@@ -139,20 +155,17 @@ def _new_case(model):
     top = Top()
     value = model.block(np, tensors, top=top, **inputs)
     assert top.margin > 1e-5, "a selection so close that float32 may differ: another seed"
-    with jax.enable_x64(True):
-        floats, rest = floats_and_rest(tensors)
-        given, other = floats_and_rest(inputs)
-
-        def total(floats, given):
-            top.again()
-            y = model.block(jnp, {**floats, **rest}, top=top, **given, **other)
-            return jnp.vdot(y, cotangent), y
-
-        (_, again), gradients = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(
-            *jax.device_put((floats, given))
-        )
-        assert relative_error(again, value) < 1e-13  # the replay computes the same function
-        return Case(tensors, inputs, cotangent, value, *jax.tree.map(np.asarray, gradients))
+    floats, tables = floats_and_rest(tensors)
+    given, others = floats_and_rest(inputs)
+    floats, given = ({n: torch.from_numpy(a).requires_grad_() for n, a in arrays.items()} for arrays in (floats, given))
+    top.again()
+    again = model.block(TORCH, {**floats, **tables}, top=top, **given, **others)
+    assert relative_error(again.detach().numpy(), value) < 1e-13  # the replay computes the same function
+    leaves = [*floats.values(), *given.values()]
+    found = torch.autograd.grad(again, leaves, torch.from_numpy(cotangent).double(), materialize_grads=True)
+    gradients = [gradient.numpy() for gradient in found]
+    d_tensors = dict(zip(floats, gradients, strict=False))
+    return Case(tensors, inputs, cotangent, value, d_tensors, dict(zip(given, gradients[len(floats) :], strict=True)))
 
 
 @functools.cache

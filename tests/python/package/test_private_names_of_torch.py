@@ -91,7 +91,11 @@ def test_no_other_file_uses_a_private_name():
     own = _own_names()
     paths = [*private._NAMES, *private._CUDA_NAMES, *private._DISTRIBUTED_NAMES]
     overridden = {"_apply", "_load_from_state_dict"}  # methods of torch.nn.Module that MoE overrides
-    listed = {re.split("[.:]", path)[-1] for path in paths} | {*private._DDP_MARKS, private._FSDP_MARK}
+    listed = {re.split("[.:]", path)[-1] for path in paths} | {
+        *private._DDP_MARKS,
+        private._FSDP_MARK,
+        private._CONSTANT_MARK,
+    }
     assert own & listed <= overridden
     uses = {
         f"{file.relative_to(ROOT)}:{line}: {name}"
@@ -421,6 +425,22 @@ def test_without_fsdps_mark_every_layer_may_be_managed(monkeypatch):
     assert private.is_fsdp_managed(nn.Linear(1, 1)) and used
     monkeypatch.delitem(sys.modules, "torch.distributed.fsdp")
     assert not private.is_fsdp_managed(nn.Linear(1, 1))
+
+
+@pytest.mark.parametrize("has_mark", [True, False])
+def test_without_the_mark_of_constants_a_function_is_still_one(monkeypatch, has_mark):
+    monkeypatch.setattr(private, "_HAS_CONSTANT_MARK", has_mark)
+    assert private.missing() == ([] if has_mark else ["torch.compiler.assume_constant_result, _dynamo_marked_constant"])
+    evaluated = []
+
+    @private.constant_when_compiled
+    def length(name):
+        evaluated.append(name)
+        return len(open(name).name)  # nothing that torch can trace
+
+    torch._dynamo.reset()
+    function = torch.compile(lambda x: x * length(__file__), fullgraph=True, backend="aot_eager")
+    assert [function(torch.ones(1)).item() for _ in range(2)] == [len(__file__)] * 2 and evaluated == [__file__]
 
 
 # ---------------------------------------------------------------- process groups

@@ -3,8 +3,6 @@
 import contextlib
 import json
 import os
-import pathlib
-import sys
 
 import numpy as np
 import torch
@@ -105,8 +103,8 @@ def run(case, arrays, rank, ranks, mesh):
     return arrays | {f"d_{name}": in_torch.array(gradient) for name, gradient in gradients.items()}
 
 
-def main(folder, rank, ranks, backend):
-    folder, rank, ranks = pathlib.Path(folder), int(rank), int(ranks)
+def main(rank, folder, ranks, backend):
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "store"), ranks)
     if backend == "nccl":
@@ -125,8 +123,3 @@ def main(folder, rank, ranks, backend):
     if backend == "gloo":
         gloo_ranks.leave()
     dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    main(*sys.argv[1:])

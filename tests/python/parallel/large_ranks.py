@@ -12,7 +12,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from anabranch.torch import Lora, moe
+from anabranch.torch import Lora, Replay, moe, pack_fp8, pack_mxfp4
 
 T, D, F, E, K = 8320, 1024, 256, 32, 4
 CASES = {
@@ -26,6 +26,9 @@ CASES = {
     "adapters": {"lora_scale": 0.5},
     "float32": {"dtype": torch.float32},
     "biases": {"biases": True},
+    "MXFP4": {"pack": pack_mxfp4, "w_in_layout": "pfd", "w_out_layout": "df", "lora_scale": 0.5},
+    "FP8 blocks": {"pack": pack_fp8, "w_in_layout": "pfd", "w_out_layout": "df", "precision": "fp8"},
+    "replay": {"replay": True, "score_function": "sigmoid"},
 }
 
 
@@ -46,8 +49,12 @@ def _layer(options, rank, ranks, generator):
     shapes = [[axes[a] for a in "e" + options.get(name, default)] for name, default in _LAYOUTS]
     x, gate = of(T, D), _random(torch.Generator("cuda").manual_seed(1), D, E, dtype=dtype)
     gate[:, 0] += skew
-    leaves = [x, gate, *(of(*shape) for shape in shapes)]
+    weights, leaves = [of(*shape) for shape in shapes], [x, gate]
     arguments = {"topk": K, "group": dist.group.WORLD}
+    if pack := options.pop("pack", None):  # frozen weights
+        weights = list(map(pack, weights))
+    else:
+        leaves += weights
     if options.pop("biases", False):
         biases = [of(E // ranks, 2, F), of(E // ranks, D)]
         leaves += biases
@@ -58,13 +65,17 @@ def _layer(options, rank, ranks, generator):
         arguments["lora"] = Lora(*factors)
     if options.pop("forced", False):
         arguments["forced_experts"] = torch.randint(0, E // ranks, (T, K), generator=generator, device="cuda")
+    if options.pop("replay", False):
+        experts = torch.randint(0, E, (T, K), generator=generator, device="cuda", dtype=torch.int32)
+        recorded = torch.rand(T, K, generator=generator, device="cuda"), torch.arange(T, device="cuda") % 4 < 2
+        arguments["replay"] = Replay(experts, *recorded)
     arguments |= options
     cotangent = of(T, D)
     for leaf in leaves:
         leaf.requires_grad_()
 
     def run(transport):
-        output = moe(*leaves[:4], transport=transport, **arguments).output
+        output = moe(x, gate, *weights, transport=transport, **arguments).output
         return output.detach(), *torch.autograd.grad(output, leaves, cotangent, allow_unused=True)
 
     return run

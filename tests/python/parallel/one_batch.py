@@ -5,6 +5,7 @@ import warnings
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import gloo_ranks
 from anabranch.torch import MoE
@@ -40,6 +41,19 @@ def make_layer(num_experts=E, **options):
     """The layer, with the same parameters on every call and rank."""
     torch.manual_seed(0)
     return MoE(D, F, num_experts, K, **OPTIONS | options)
+
+
+class Block(nn.Module):
+    """A layer after a linear map that every rank has whole."""
+
+    def __init__(self, **options):
+        super().__init__()
+        torch.manual_seed(1)
+        self.before = nn.Linear(D, D)
+        self.moe = make_layer(**options)
+
+    def forward(self, x, **given):
+        return self.moe(x + self.before(x), **given)
 
 
 def loss_of(result):
@@ -83,4 +97,4 @@ def _run(rank, ranks, rendezvous, checks):
 
 def run_in_processes(ranks, checks, folder):
     """Calls every check with the rank in each of the processes of a Gloo group."""
-    torch.multiprocessing.spawn(_run, (ranks, f"file://{folder / 'rendezvous'}", checks), nprocs=ranks)
+    gloo_ranks.start(_run, ranks, ranks, f"file://{folder / 'rendezvous'}", checks)

@@ -6,7 +6,7 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
-from one_batch import D, E, check_results, loss_of, make_layer, one_process, rank_batches, run_in_processes
+from one_batch import Block, E, check_results, loss_of, one_process, rank_batches, run_in_processes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -18,17 +18,6 @@ RANKS, R = 2, 2
 EXPERTS = ["moe.gate_up_proj", "moe.down_proj"]
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no Gloo")
-
-
-class Block(nn.Module):
-    def __init__(self, **options):
-        super().__init__()
-        torch.manual_seed(1)
-        self.before = nn.Linear(D, D)
-        self.moe = make_layer(**options)
-
-    def forward(self, x, **given):
-        return self.moe(x + self.before(x), **given)
 
 
 def experts_of(layer):

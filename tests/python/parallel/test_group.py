@@ -3,10 +3,6 @@
 import dataclasses
 import json
 import math
-import os
-import pathlib
-import subprocess
-import sys
 
 import in_ranks
 import numpy as np
@@ -15,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import frameworks
+import gloo_ranks
 import in_torch
 from anabranch.lora import NAMES
 from anabranch.reference import moe as reference
@@ -85,24 +82,7 @@ def run(folder, cases, ranks, backend="gloo"):
         np.savez(folder / f"{index}", **saved)
         (folder / f"{index}.json").write_text(json.dumps(dataclasses.asdict(case)))
         given.append((arrays, cotangents))
-    root = pathlib.Path(__file__).parents[1]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, in_ranks.__file__, str(folder), str(rank), str(ranks), backend],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(ranks)
-    ]
-    try:
-        output = [process.communicate(timeout=300)[0] for process in processes]
-    finally:
-        for process in processes:  # an unfinished process would keep the others waiting
-            process.kill()
-    assert not any(process.returncode for process in processes), "\n".join(output)[-4000:]
+    gloo_ranks.start(in_ranks.main, ranks, folder, ranks, backend)
     return [
         (*given[i], [in_ranks.load(folder / f"{i}.{rank}.npz") for rank in range(ranks)]) for i in range(len(cases))
     ]

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from one_batch import (
+    Block,
     D,
     E,
     F,
@@ -37,19 +38,6 @@ RANKS = 4
 WHOLE = StateDictOptions(full_state_dict=True)
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch has no Gloo")
-
-
-class Block(nn.Module):
-    """A layer after a linear map that every rank has whole."""
-
-    def __init__(self, **options):
-        super().__init__()
-        torch.manual_seed(1)
-        self.before = nn.Linear(D, D)
-        self.moe = make_layer(**options)
-
-    def forward(self, x, **given):
-        return self.moe(x + self.before(x), **given)
 
 
 def two_by_two():

@@ -59,4 +59,4 @@ def run(rank, rendezvous, folder):
 def test_two_processes_equal_one(tmp_path):
     for name in FOLDERS:
         small_models.small_model(name, "cpu").save_pretrained(tmp_path / name)
-    torch.multiprocessing.spawn(run, (f"file://{tmp_path / 'rendezvous'}", str(tmp_path)), nprocs=RANKS)
+    gloo_ranks.start(run, RANKS, f"file://{tmp_path / 'rendezvous'}", str(tmp_path))

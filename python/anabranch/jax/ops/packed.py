@@ -12,6 +12,7 @@ from anabranch.jax.binding.sharding import TokenCall
 from anabranch.jax.ops.quantized import QuantizedExperts, quantize_matrix
 from anabranch.layouts import Layouts
 from anabranch.packed import (
+    BACKWARD_AXES,
     MX_BLOCK,
     MX_BYTES,
     Fp8Blocks,
@@ -19,8 +20,11 @@ from anabranch.packed import (
     axes_of,
     check_layout,
     check_packed,
+    check_whole_blocks,
     is_packed,
     logical_shape,
+    refuse_without_scales,
+    require_packed,
     scale_rule_number,
 )
 from anabranch.precision import BLOCK, fp8_scales_number
@@ -55,11 +59,7 @@ def check_weight(name: str, value: Any, dtypes: Sequence[str], layouts: Layouts,
     """
     shape, scales_name = layouts.shape(name, **sizes), f"{name}_block_scales"
     if not is_packed(value):
-        if str(getattr(value, "dtype", "")) in ("uint8", "int8", "float8_e4m3fn"):
-            raise TypeError(
-                f"{name}: got {check.describe(value)} without scales, expected floats, an Mxfp4 or an Fp8Blocks; other "
-                "packed formats such as GGUF, NVFP4 and MXFP8 are not supported"
-            )
+        refuse_without_scales(name, value)
         return {name: check.array(name, value, dtypes, shape), scales_name: None}
     check_layout(name, value, layouts)
     array, scales = check_packed(check.array, str, name, value, shape)
@@ -92,10 +92,6 @@ def _float_scales(scales: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(jnp.where(exponent == 255, jnp.uint32(0x7FC00000), bits), jnp.float32)
 
 
-#: For each axis of a quantised matrix in the backward pass and of its scales, the axis of an Fp8Blocks.
-_AXES = {"w_in": (0, 3, 1, 2), "w_out": (0, 2, 1)}
-
-
 def fp8_for_pass(operands: Any, layouts: Layouts, fp8_scales: int, *, backward: bool) -> QuantizedExperts:
     """The quantised weights that one pass needs, for operands of which one or both matrices are FP8 blocks.
 
@@ -106,8 +102,8 @@ def fp8_for_pass(operands: Any, layouts: Layouts, fp8_scales: int, *, backward: 
         w, scales = getattr(operands, name), getattr(operands, f"{name}_block_scales")
         field = name if backward else f"{name}_transposed"
         if scales is not None:
-            fields[field] = w.transpose(_AXES[name]) if backward else w
-            fields[f"{name}_scales"] = _float_scales(scales).transpose(_AXES[name])
+            fields[field] = w.transpose(BACKWARD_AXES[name]) if backward else w
+            fields[f"{name}_scales"] = _float_scales(scales).transpose(BACKWARD_AXES[name])
         else:
             order = layouts.order(name)
             fields[field], fields[f"{name}_scales"] = quantize_matrix(
@@ -143,30 +139,26 @@ def _pack_mxfp4(scale_rule: int, w: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def pack_mxfp4(w: jax.Array, scale_rule: str = "floor") -> Mxfp4:
-    """Packs weights as MXFP4: elements of 4 bits, with a scale of one byte for 32 consecutive elements.
+    """Packs weights as MXFP4.
 
     Args:
       w: float32, bfloat16 or float16 [..., N, C], C a multiple of 32. Its leading dimensions may be sharded.
-      scale_rule: how the scale 2^k of a block follows from its largest magnitude m. "floor": k = floor(log2 m) - 2, the
-        rule of OCP, with which magnitudes above 6 * 2^k become 6 * 2^k. "ceil": k = ceil(log2(m / 6)), with which none
-        is clipped.
+      scale_rule: "floor" or "ceil", see `Mxfp4`.
 
     Returns:
-      An `Mxfp4`, 17/32 bytes per weight. Elements are rounded to nearest, ties to even. A block with a NaN or an
-      infinity is NaN.
+      An `Mxfp4`, 17/32 bytes per weight.
 
     Raises:
       TypeError, ValueError: an argument is wrong; the message names it.
 
-    Gradient: none. Source: semantics, section 13; OCP Microscaling Formats (MX) v1.0.
+    Gradient: none.
 
     >>> packed = pack_mxfp4(jnp.full((2, 64), 3.0))
     >>> packed.codes.shape, packed.scales.shape, float(unpack(packed, jnp.float32)[0, 0])
     ((2, 2, 16), (2, 2), 3.0)
     """
     w = jax.lax.stop_gradient(check.array("w", w, check.FLOATS, (..., "N", "C")))
-    if w.shape[-1] % MX_BLOCK:
-        raise ValueError(f"w: got {check.describe(w)}, expected a last dimension that is a multiple of {MX_BLOCK}")
+    check_whole_blocks(w, MX_BLOCK, axes=1)
     leading = w.ndim - 2
     return Mxfp4(*TokenCall(_pack_mxfp4, scale_rule_number(scale_rule), (leading,), (leading,) * 2)(w))
 
@@ -177,7 +169,7 @@ def _pack_fp8(fp8_scales: int, w: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def pack_fp8(w: jax.Array, fp8_scales: str = "float32") -> Fp8Blocks:
-    """Packs weights as e4m3 numbers with a float32 scale for every block of 128 x 128.
+    """Packs weights as FP8 blocks with float32 scales.
 
     Args:
       w: float32, bfloat16 or float16 [..., N, C], N and C multiples of 128. Its leading dimensions may be sharded.
@@ -189,15 +181,14 @@ def pack_fp8(w: jax.Array, fp8_scales: str = "float32") -> Fp8Blocks:
     Raises:
       TypeError, ValueError: an argument is wrong; the message names it.
 
-    Gradient: none. Source: semantics, sections 11 (Q2) and 13.
+    Gradient: none.
 
     >>> packed = pack_fp8(jnp.full((3, 128, 256), 2.0))
     >>> packed.q.dtype.name, packed.scales.shape, float(unpack(packed, jnp.float32)[0, 0, 0])
     ('float8_e4m3fn', (3, 1, 2), 2.0)
     """
     w = jax.lax.stop_gradient(check.array("w", w, check.FLOATS, (..., "N", "C")))
-    if w.shape[-1] % BLOCK or w.shape[-2] % BLOCK:
-        raise ValueError(f"w: got {check.describe(w)}, expected last dimensions that are multiples of {BLOCK}")
+    check_whole_blocks(w, BLOCK, axes=2)
     leading = w.ndim - 2
     return Fp8Blocks(*TokenCall(_pack_fp8, fp8_scales_number(fp8_scales), (leading,), (leading,) * 2)(w))
 
@@ -219,20 +210,18 @@ def unpack(packed: Packed, dtype: Any) -> jax.Array:
       dtype: float32, bfloat16 or float16.
 
     Returns:
-      [..., N, C]. The values of an Mxfp4 are exact in float32 and bfloat16, up to overflow, and rounded once in
-      float16. Those of an Fp8Blocks are rounded to float32 and then to dtype.
+      [..., N, C], rounded as `Mxfp4` and `Fp8Blocks` describe.
 
     Raises:
       TypeError, ValueError: an argument is wrong; the message names it.
 
-    Gradient: none; the result is a constant, as under `jax.lax.stop_gradient`. Source: semantics, section 13.
+    Gradient: none; the result is a constant, as under `jax.lax.stop_gradient`.
 
     >>> packed = Mxfp4(jnp.full((1, 1, 16), 0x21, jnp.uint8), jnp.full((1, 1), 128, jnp.uint8))
     >>> unpack(packed, jnp.float32)[0, :4].tolist()
     [1.0, 2.0, 1.0, 2.0]
     """
-    if not is_packed(packed):
-        raise TypeError(f"packed: got {check.describe(packed)}, expected an Mxfp4 or an Fp8Blocks")
+    require_packed("packed", packed)
     dtype = check.dtype("dtype", dtype, check.FLOATS)
     axes = axes_of(packed)
     array, scales = jax.lax.stop_gradient(tuple(check_packed(check.array, str, "packed", packed, axes)))

@@ -73,6 +73,7 @@ _DDP_MARKS = {
     "_ddp_ignored": "marks such parameters",
 }
 _FSDP_MARK = "_is_fsdp_managed_module"  # set by fully_shard on every module whose parameters it shards
+_CONSTANT_MARK = "_dynamo_marked_constant"  # set by torch.compiler.assume_constant_result on a function
 _GUARD = "torch.fx.experimental.symbolic_shapes:guard_or_false"  # importing its module takes long
 
 
@@ -113,17 +114,17 @@ def _ddp_marks() -> Sequence[str]:
     return setter or ()
 
 
-def _fsdp_sets_mark() -> bool:
-    """Whether fully_shard sets its mark. Its text is searched, since importing it takes long."""
-    file = pathlib.Path(torch.__file__).parent / "distributed/fsdp/_fully_shard/_fully_shard.py"
+def _sets_mark(file: str, mark: str) -> bool:
+    """Whether a file of torch sets a mark. Its text is searched, since importing it takes long."""
     try:
-        return f".{_FSDP_MARK} = True".encode() in file.read_bytes()
+        return f".{mark} = True".encode() in (pathlib.Path(torch.__file__).parent / file).read_bytes()
     except OSError:
         return False
 
 
 _HAS_DDP_MARKS = set(_DDP_MARKS) <= set(_ddp_marks())
-_HAS_FSDP_MARK = not _CAN_DISTRIBUTE or _fsdp_sets_mark()
+_HAS_FSDP_MARK = not _CAN_DISTRIBUTE or _sets_mark("distributed/fsdp/_fully_shard/_fully_shard.py", _FSDP_MARK)
+_HAS_CONSTANT_MARK = _sets_mark("_dynamo/decorators.py", _CONSTANT_MARK)
 
 
 def missing() -> list[str]:
@@ -134,6 +135,7 @@ def missing() -> list[str]:
             f"torch.nn.parallel:DistributedDataParallel, {mark}" for mark in _DDP_MARKS if mark not in _ddp_marks()
         ]
         names += [] if _HAS_FSDP_MARK else [f"torch.distributed.fsdp:fully_shard, {_FSDP_MARK}"]
+    names += [] if _HAS_CONSTANT_MARK else [f"torch.compiler:assume_constant_result, {_CONSTANT_MARK}"]
     return [name.replace(":", ".") for name in (*names, *([] if _look_up(_GUARD) else [_GUARD]))]
 
 
@@ -343,6 +345,14 @@ def is_fsdp_managed(module: Any) -> bool:
         return bool(getattr(module, _FSDP_MARK, False))
     fsdp = sys.modules.get("torch.distributed.fsdp")
     return fsdp is not None and bool(fsdp.FSDPModule.__subclasses__())
+
+
+def constant_when_compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """As `torch.compiler.assume_constant_result`, which imports the compiler; that takes as long as importing torch."""
+    if not _HAS_CONSTANT_MARK:
+        return torch.compiler.assume_constant_result(function)  # type: ignore[no-any-return]
+    setattr(function, _CONSTANT_MARK, True)
+    return function
 
 
 _HAS_ACTIVE_DDP = _has("torch.nn.parallel:DistributedDataParallel._active_ddp_module")

@@ -10,6 +10,7 @@ from torch import Tensor
 from anabranch.layouts import Layouts
 from anabranch.options import Network
 from anabranch.packed import (
+    BACKWARD_AXES,
     MX_BLOCK,
     MX_BYTES,
     Fp8Blocks,
@@ -17,9 +18,12 @@ from anabranch.packed import (
     axes_of,
     check_layout,
     check_packed,
+    check_whole_blocks,
     is_packed,
     logical_shape,
     parts_of,
+    refuse_without_scales,
+    require_packed,
     scale_rule_number,
 )
 from anabranch.precision import BLOCK, FP8, fp8_scales_number
@@ -53,11 +57,7 @@ def check_weight(name: str, value: Any, dtypes: Sequence[torch.dtype], layouts: 
     """
     shape = layouts.shape(name, **sizes)
     if not is_packed(value):
-        if isinstance(value, Tensor) and value.dtype in (torch.uint8, torch.int8, torch.float8_e4m3fn):
-            raise TypeError(
-                f"{name}: got {check.describe(value)} without scales, expected floats, an Mxfp4 or an Fp8Blocks; other "
-                "packed formats such as GGUF, NVFP4 and MXFP8 are not supported"
-            )
+        refuse_without_scales(name, value)
         return check.tensor(name, value, dtypes, shape)
     check_layout(name, value, layouts)
     packed = check_packed(check.tensor, _dtype, name, value, shape)
@@ -105,10 +105,6 @@ def float_scales(scales: Tensor) -> Tensor:
     return torch.where(exponent == 255, 0x7FC00000, bits).view(torch.float32)
 
 
-#: For each axis of a quantised matrix in the backward pass and of its scales, the axis of an Fp8Blocks.
-_AXES = {"w_in": (0, 3, 1, 2), "w_out": (0, 2, 1)}
-
-
 def packed_operands(
     network: Network, w_in: Any, w_out: Any, quantized: QuantizedExperts | None
 ) -> tuple[Tensor, Tensor, QuantizedExperts | None]:
@@ -127,7 +123,7 @@ def packed_operands(
         if scales is not None:
             scales = _bytes(scales)
             if network.precision == FP8:
-                transposed, scales = array, float_scales(scales).permute(_AXES[name]).contiguous()
+                transposed, scales = array, float_scales(scales).permute(BACKWARD_AXES[name]).contiguous()
         arrays.append(array)
         fields += [None, transposed, scales]
     return arrays[0], arrays[1], QuantizedExperts(*fields)
@@ -144,7 +140,7 @@ def oriented_backward(
     def transposed(name: str, w: Tensor, q: Tensor | None) -> Tensor | None:
         if q is not None or w.dtype != torch.float8_e4m3fn:
             return q
-        return w.view(torch.uint8).permute(_AXES[name]).contiguous().view(torch.float8_e4m3fn)
+        return w.view(torch.uint8).permute(BACKWARD_AXES[name]).contiguous().view(torch.float8_e4m3fn)
 
     return transposed("w_in", w_in, w_in_q), w_in_scales, transposed("w_out", w_out, w_out_q), w_out_scales
 
@@ -153,22 +149,19 @@ def oriented_backward(
 
 
 def pack_mxfp4(w: Tensor, scale_rule: str = "floor") -> Mxfp4:
-    """Packs weights as MXFP4: elements of 4 bits, with a scale of one byte for 32 consecutive elements.
+    """Packs weights as MXFP4.
 
     Args:
       w: float32, bfloat16 or float16 [..., N, C], C a multiple of 32.
-      scale_rule: how the scale 2^k of a block follows from its largest magnitude m. "floor": k = floor(log2 m) - 2, the
-        rule of OCP, with which magnitudes above 6 * 2^k become 6 * 2^k. "ceil": k = ceil(log2(m / 6)), with which none
-        is clipped.
+      scale_rule: "floor" or "ceil", see `Mxfp4`.
 
     Returns:
-      An `Mxfp4`, 17/32 bytes per weight. Elements are rounded to nearest, ties to even. A block with a NaN or an
-      infinity is NaN.
+      An `Mxfp4`, 17/32 bytes per weight.
 
     Raises:
       TypeError, ValueError: an argument is wrong; the message names it.
 
-    Gradient: none. Source: semantics, section 13; OCP Microscaling Formats (MX) v1.0.
+    Gradient: none.
 
     >>> packed = pack_mxfp4(torch.full((2, 64), 3.0))
     >>> tuple(packed.codes.shape), tuple(packed.scales.shape), unpack(packed, torch.float32)[0, 0].item()
@@ -176,15 +169,14 @@ def pack_mxfp4(w: Tensor, scale_rule: str = "floor") -> Mxfp4:
     """
     w = check.tensor("w", w, check.FLOATS, (..., "N", "C")).detach()
     *leading, C = w.shape
-    if C % MX_BLOCK:
-        raise ValueError(f"w: got {check.describe(w)}, expected a last dimension that is a multiple of {MX_BLOCK}")
+    check_whole_blocks(w, MX_BLOCK, axes=1)
     rows = w.reshape(math.prod(leading), C)
     codes, scales = call(torch_ops.pack_mxfp4, rows, scale_rule_number(scale_rule))
     return Mxfp4(codes.view(*leading, C // MX_BLOCK, MX_BYTES), scales.view(*leading, C // MX_BLOCK))
 
 
 def pack_fp8(w: Tensor, fp8_scales: str = "float32") -> Fp8Blocks:
-    """Packs weights as e4m3 numbers with a float32 scale for every block of 128 x 128.
+    """Packs weights as FP8 blocks with float32 scales.
 
     Args:
       w: float32, bfloat16 or float16 [..., N, C], N and C multiples of 128.
@@ -196,7 +188,7 @@ def pack_fp8(w: Tensor, fp8_scales: str = "float32") -> Fp8Blocks:
     Raises:
       TypeError, ValueError: an argument is wrong; the message names it.
 
-    Gradient: none. Source: semantics, sections 11 (Q2) and 13.
+    Gradient: none.
 
     >>> packed = pack_fp8(torch.full((3, 128, 256), 2.0))
     >>> packed.q.dtype, tuple(packed.scales.shape), unpack(packed, torch.float32)[0, 0, 0].item()
@@ -204,8 +196,7 @@ def pack_fp8(w: Tensor, fp8_scales: str = "float32") -> Fp8Blocks:
     """
     w = check.tensor("w", w, check.FLOATS, (..., "N", "C")).detach()
     *leading, N, C = w.shape
-    if N % BLOCK or C % BLOCK:
-        raise ValueError(f"w: got {check.describe(w)}, expected last dimensions that are multiples of {BLOCK}")
+    check_whole_blocks(w, BLOCK, axes=2)
     matrices = w.reshape(math.prod(leading), N, C)
     q, scales = call(torch_ops.pack_fp8, matrices, fp8_scales_number(fp8_scales))
     return Fp8Blocks(q.view(w.shape), scales.view(*leading, N // BLOCK, C // BLOCK))
@@ -219,20 +210,18 @@ def unpack(packed: Packed, dtype: torch.dtype) -> Tensor:
       dtype: float32, bfloat16 or float16.
 
     Returns:
-      [..., N, C]. The values of an Mxfp4 are exact in float32 and bfloat16, up to overflow, and rounded once in
-      float16. Those of an Fp8Blocks are rounded to float32 and then to dtype.
+      [..., N, C], rounded as `Mxfp4` and `Fp8Blocks` describe.
 
     Raises:
       TypeError, ValueError: an argument is wrong, or a part of `packed` requires a gradient; the message names it.
 
-    Gradient: none. Source: semantics, section 13.
+    Gradient: none.
 
     >>> codes, scales = (torch.full(s, v, dtype=torch.uint8) for s, v in (((1, 1, 16), 0x21), ((1, 1), 128)))
     >>> unpack(Mxfp4(codes, scales), torch.float32)[0, :4].tolist()
     [1.0, 2.0, 1.0, 2.0]
     """
-    if not is_packed(packed):
-        raise TypeError(f"packed: got {check.describe(packed)}, expected an Mxfp4 or an Fp8Blocks")
+    require_packed("packed", packed)
     dtype = check.float_dtype("dtype", dtype)
     checked = check_packed(check.tensor, _dtype, "packed", packed, axes_of(packed))
     check_frozen("packed", checked)

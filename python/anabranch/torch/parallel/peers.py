@@ -226,7 +226,7 @@ def exchanges_of(group: Any) -> GroupExchanges:
     return found
 
 
-@torch.compiler.assume_constant_result
+@private.constant_when_compiled
 def unavailable_reason(group: str) -> str:
     """Why the ranks of the group with this name cannot reach each other's memory; "" if they can.
 

@@ -12,5 +12,5 @@ _spec.loader.exec_module(_docs)
 
 
 @pytest.mark.parametrize("guide", _docs.ON_DEVICES)
-def test_python_blocks(guide, capsys):
-    _docs.test_python_blocks_of_a_guide(guide, capsys)
+def test_python_blocks(guide, capsys, tmp_path):
+    _docs.test_python_blocks_of_a_guide(guide, capsys, tmp_path)

@@ -5,13 +5,15 @@ import functools
 import re
 from typing import ClassVar
 
+import check_packed
+import check_replay
 import jax
 import jax.numpy as jnp
 import numpy as np
 import peer_stand_in
 import pytest
 from jax.sharding import AxisType, Mesh
-from meshes import P, mesh_of, placed, put
+from meshes import AXIS_TYPES, P, mesh_of, placed, put
 
 from anabranch import _library
 from anabranch.jax import Parallel, moe, routed_experts
@@ -21,6 +23,8 @@ from anabranch.jax.parallel.peers import Peers, concrete_mesh, peers_along, reas
 from anabranch.lora import NAMES
 from lora_cases import as_lora, with_lora
 from moe_cases import operands, run_layer
+from pairs import pairs
+from replay_cases import record
 from routed_cases import routed_operands, run_routed
 
 EXPERT_8 = Parallel(expert_axis="expert", transport="p2p")
@@ -279,17 +283,21 @@ def assert_same(got, want):
     jax.tree.map(np.testing.assert_array_equal, got, want)
 
 
-@pytest.mark.parametrize(
-    "sizes,options,forced",
-    [
-        (dict(expert=8), {}, False),
-        (dict(data=2, expert=4), dict(data_axes="data", fsdp_axes="data", capacity_factor=0.8), False),
-        (dict(expert=2, tensor=2, data=2), dict(data_axes="data", tensor_axis="tensor"), True),
-    ],
-    ids=["expert", "data and capacity", "tensor and forced experts"],
-)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_layer_has_the_bits_of_ring(calls, axis_type, sizes, options, forced, dtype):
+#: Sizes of a mesh, options of Parallel, whether experts are forced.
+MESHES = {
+    "expert": (dict(expert=8), {}, False),
+    "data and capacity": (
+        dict(data=2, expert=4), dict(data_axes="data", fsdp_axes="data", capacity_factor=0.8), False,
+    ),
+    "tensor and forced experts": (
+        dict(expert=2, tensor=2, data=2), dict(data_axes="data", tensor_axis="tensor"), True,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(*pairs(axis_type=AXIS_TYPES, name=list(MESHES), dtype=["float32", "bfloat16"]))
+def test_the_layer_has_the_bits_of_ring(calls, axis_type, name, dtype):
+    sizes, options, forced = MESHES[name]
     mesh, arrays = mesh_of(axis_type, **sizes), operands(64, 8, 3, 16, 24, dtype=dtype, bias=True, skew=3.0)
     more = dict(topk=3, aux_loss_coeff=0.3, z_loss_coeff=0.1)
     if forced:
@@ -334,6 +342,32 @@ def test_layouts_alignment_and_dtypes_of_weights(calls, weights):
         return run_layer(arrays, put=placed(mesh, one, *layouts), parallel=one, **more)[:2]
 
     of_both(mesh, run, dict(data_axes="data"))
+
+
+@pytest.mark.parametrize("kind,precision", [("mxfp4", "highest"), ("fp8_blocks", "fp8")])
+def test_packed_weights(calls, kind, precision):
+    """Each half unpacks or reads packed weights; adapters and biases stay plain."""
+    mesh = mesh_of(expert=4, data=2)
+    arrays, weights = check_packed.arrays_of(kind, 128, 128)
+
+    def run(one, _):
+        specs = one.specs(**check_packed.PFD)
+        given = {name: put(mesh, array, *specs[name]) for name, array in arrays.items()}
+        packed = check_packed.placed(mesh, one, weights)
+        return check_packed.gradients(given, packed, parallel=one, precision=precision)
+
+    of_both(mesh, run, dict(data_axes="data"))
+    assert [operation for operation, *_ in calls] == ["sequence"] * 3
+
+
+def test_a_replay(calls):
+    """The second call of the router selects the experts to which tokens are sent."""
+    mesh, sizes = mesh_of(data=2, expert=4), (check_replay.T, check_replay.E, check_replay.K)
+    arrays = operands(*sizes, check_replay.D, check_replay.F)
+    more = check_replay.OPTIONS | {"replay": record(*sizes)}
+    options = dict(data_axes="data", capacity_factor=0.7)
+    of_both(mesh, lambda one, put: run_layer(arrays, put=put, parallel=one, **more)[:2], options)
+    assert [operation for operation, *_ in calls] == ["sequence"] * 3
 
 
 @pytest.mark.parametrize("precision", ["highest", "fp8"])

@@ -5,12 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from meshes import around, mesh_of, put
+from meshes import AXIS_TYPES, around, mesh_of, put
 
 from anabranch.jax import Parallel, moe, unpack
 from anabranch.jax.nnx import MoE
 from lora_cases import as_lora, lora_factors
 from packed_cases import bits, random_packed
+from pairs import pairs
 
 E, K, T = 4, 2, 32
 PFD = dict(w_in_layout="pfd", w_out_layout="df")
@@ -52,8 +53,9 @@ def placed(mesh, parallel, weights):
     )
 
 
-@pytest.mark.parametrize("kind", ["mxfp4", "fp8_blocks"])
-@pytest.mark.parametrize("transport", ["ring", "all_to_all", "ragged"])
+@pytest.mark.parametrize(
+    *pairs(axis_type=AXIS_TYPES, kind=["mxfp4", "fp8_blocks"], transport=["ring", "all_to_all", "ragged"])
+)
 def test_every_axis(axis_type, kind, transport):
     mesh = mesh_of(axis_type, data=2, expert=2, tensor=2)
     parallel = Parallel(**EVERY_AXIS, transport=transport)

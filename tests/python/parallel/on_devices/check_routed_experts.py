@@ -4,15 +4,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from meshes import P, around, assert_trees_close, kept_and_dropped, mesh_of, placed, put
+from meshes import AXIS_TYPES, P, around, assert_trees_close, kept_and_dropped, mesh_of, placed, put
 
 from anabranch.jax import Parallel, moe, routed_experts
 from moe_cases import operands
+from pairs import pairs
 from routed_cases import POSITIONAL, check_routed, routed_operands, run_routed
 
 TOKENS = ("x", "experts", "weights", "output")
 EVERY_AXIS = dict(expert_axis="expert", data_axes="data", fsdp_axes="data", tensor_axis="tensor")
-transports = pytest.mark.parametrize("transport", ["ring", "all_to_all", "ragged"])
+TRANSPORTS = ["ring", "all_to_all", "ragged"]
+transports = pytest.mark.parametrize("transport", TRANSPORTS)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -23,9 +25,11 @@ def test_tokens_in_shards(axis_type, dtype):
         check_routed(arrays, put=lambda name, array: put(mesh, array, *([("b", "a")] if name in TOKENS else [])))
 
 
-@transports
-@pytest.mark.parametrize("capacity_factor,align_size,dtype", [(None, 8, "float16"), (0.8, 0, "float32")])
-def test_every_kind_of_parallelism_with_and_without_drops(axis_type, transport, capacity_factor, align_size, dtype):
+@pytest.mark.parametrize(
+    *pairs(axis_type=AXIS_TYPES, transport=TRANSPORTS, rows=[(None, 8, "float16"), (0.8, 0, "float32")])
+)
+def test_every_kind_of_parallelism_with_and_without_drops(axis_type, transport, rows):
+    capacity_factor, align_size, dtype = rows
     mesh = mesh_of(axis_type, data=2, expert=2, tensor=2)
     parallel = Parallel(**EVERY_AXIS, transport=transport, capacity_factor=capacity_factor)
     arrays = routed_operands(64, 8, 3, 16, 24, dtype=dtype, bias=True, wrong=True)

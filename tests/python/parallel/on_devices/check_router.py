@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType
-from meshes import P, assert_no_traffic_of_tokens, assert_trees_close, collectives, mesh_of, put
+from meshes import AXIS_TYPES, P, assert_no_traffic_of_tokens, assert_trees_close, collectives, mesh_of, put
 
 from anabranch.jax import (
     custom_calls,
@@ -20,6 +20,7 @@ from anabranch.jax import (
     routing_map_to_selected_experts,
     z_loss,
 )
+from pairs import pairs
 
 B, S, E, K = 16, 8, 12, 3
 #: Token dimensions over one axis, over one axis each, over two axes together, and the second dimension alone.
@@ -53,8 +54,7 @@ def routed(logits, d_weights, mask, bias, **options):
     return jax.value_and_grad(loss, has_aux=True)(logits)
 
 
-@specs
-@pytest.mark.parametrize("options", [{}, {"sequence_stats": True}], ids=["batch", "sequences"])
+@pytest.mark.parametrize(*pairs(axis_type=AXIS_TYPES, spec=SPECS, options=[{}, {"sequence_stats": True}]), ids=str)
 def test_routing_and_its_gradient(axis_type, spec, options):
     arrays = [put(mesh(axis_type), a, *spec) for a in (LOGITS, D_WEIGHTS, MASK)] + [put(mesh(axis_type), BIAS)]
 
@@ -78,8 +78,7 @@ def dense(logits, d_probs, auxiliary):
     return jax.value_and_grad(loss, has_aux=True)(logits)
 
 
-@specs
-@pytest.mark.parametrize("auxiliary", [False, True])
+@pytest.mark.parametrize(*pairs(axis_type=AXIS_TYPES, spec=SPECS, auxiliary=[False, True]), ids=str)
 def test_dense_forms_and_their_gradients(axis_type, spec, auxiliary):
     step = functools.partial(dense, auxiliary=auxiliary)
     arrays = [put(mesh(axis_type), a, *spec) for a in (LOGITS, D_PROBS)]

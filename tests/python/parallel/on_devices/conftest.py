@@ -14,7 +14,7 @@ sys.path.insert(0, str(pathlib.Path(__file__).parent))
 
 import jax
 import pytest
-from jax.sharding import AxisType
+from meshes import AXIS_TYPES
 
 
 def pytest_sessionstart(session):
@@ -22,6 +22,6 @@ def pytest_sessionstart(session):
         pytest.exit(f"got {len(jax.devices('cpu'))} CPU devices, expected 8: run this file in a process of its own", 3)
 
 
-@pytest.fixture(params=[AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.fixture(params=AXIS_TYPES, ids=["auto", "explicit"])
 def axis_type(request):
     return request.param

@@ -12,6 +12,7 @@ from anabranch.reference.capacity import kept_slots
 from moe_cases import selected
 
 P = PartitionSpec
+AXIS_TYPES = (AxisType.Auto, AxisType.Explicit)
 
 _COLLECTIVE = re.compile(
     r"= (\(.*?\)|\S+) (all-gather|all-reduce|all-to-all|reduce-scatter|collective-permute|ragged-all-to-all)(?:-start)?\("

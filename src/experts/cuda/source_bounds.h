@@ -7,12 +7,10 @@
 
 #include "core/status.h"
 #include "experts/cuda/ops/row_map.h"
+#include "experts/cuda/ops/row_part.h"
 #include "experts/cuda/ops/tiles/groups.h"
 
 namespace anabranch::cuda {
-
-// Bounds are multiples of this from the first row of a group: the rows of a tile of the kernels that take parts.
-constexpr int32_t kPartTileRows = 128;
 
 // Sources [first, end) of slots_per_source consecutive slots each.
 struct Sources {

@@ -1,7 +1,7 @@
 #include "experts/hopper/products.h"
 
+#include "experts/cuda/ops/row_part.h"
 #include "experts/cuda/ops/tiles/segments.h"
-#include "experts/cuda/source_bounds.h"
 #include "experts/hopper/launchers.h"
 #include "experts/hopper/limits.h"
 

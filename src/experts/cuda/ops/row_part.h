@@ -5,6 +5,9 @@
 
 namespace anabranch::cuda {
 
+// The rows of a tile of the GEMMs that take parts.
+constexpr int32_t kPartTileRows = 128;
+
 // The rows of each group inside two bounds, or those outside. A bound is a whole number of tiles after the first row of
 // the group, or the end of the group, so both parts together have as many tiles as the group.
 struct RowPart {

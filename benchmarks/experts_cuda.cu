@@ -245,7 +245,7 @@ void measure_combined(const Options& options, const Shape& shape, const Named& n
   for (const long columns : {std::min<long>(576, N), std::min<long>(1152, N), own, static_cast<long>(N)}) {
     const Memory buffer(static_cast<size_t>(R * columns) * 2);
     const double microseconds = time_of(options.repeats, [&] {
-      check(cuda::multiply_and_combine(args, combined, columns, {buffer.data(), nullptr}, device, nullptr));
+      check(cuda::multiply_and_combine(args, combined, columns, buffer.data(), device, nullptr));
     });
     std::printf("  %5ld:", columns);
     print_column(microseconds, flops_of(options, named, shape), columns == own);

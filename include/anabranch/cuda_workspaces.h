@@ -35,7 +35,7 @@ AB_API ab_status ab_cuda_grouped_matmul_combine_workspace_bound(int64_t R, int64
                                                                 int32_t backward, int32_t dtype, size_t* bytes);
 
 /* Replaces the bound above for a call with `returning`. P: ranks; T: tokens per rank, so `out` is [P T, N]; dtype: that
- * of `out`. */
+ * of x and of `out`. */
 AB_API ab_status ab_cuda_returning_workspace_bound(int64_t R, int64_t P, int64_t T, int64_t N, int32_t dtype,
                                                    size_t* bytes);
 

@@ -109,9 +109,7 @@ ab_status ab_cuda_grouped_matmul_combine_workspace_bound(int64_t R, int64_t E, i
 ab_status ab_cuda_returning_workspace_bound(int64_t R, int64_t P, int64_t T, int64_t N, int32_t dtype, size_t* bytes) {
   AB_RETURN_IF_ERROR(cuda::check_float("dtype", dtype));
   return cuda::report_bound({{{"R", R}, {"N", N}}, {{"P", P}, {"T", T}, {"N", N}}}, bytes, [&] {
-    const int64_t columns = exchange::return_columns(P, T, N, dtype_size(dtype));
-    const size_t buffer = cuda::rows_bytes(R, columns, dtype);
-    return exchange::returns_directly(columns, N, dtype_size(dtype)) ? 2 * buffer : buffer;
+    return cuda::rows_bytes(R, exchange::return_columns(P, T, N, dtype_size(dtype)), dtype);
   });
 }
 

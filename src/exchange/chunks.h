@@ -16,10 +16,4 @@ inline int64_t return_columns(int64_t ranks, int64_t T, int64_t D, int64_t eleme
   return std::min((columns + kStep - 1) / kStep * kStep, D);
 }
 
-// Whether a kernel may compute a chunk of sums [P T, D] and store it at its ranks, beside the GEMM of the next chunk,
-// which then needs a second buffer of rows. It stores 16 bytes at a time.
-constexpr bool returns_directly(int64_t chunk_columns, int64_t D, int64_t element_bytes) {
-  return chunk_columns < D && D % 8 == 0 && element_bytes == 2;
-}
-
 }  // namespace anabranch::exchange

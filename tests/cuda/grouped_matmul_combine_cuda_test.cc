@@ -121,8 +121,7 @@ struct Summed {
     } else {
       cuda::Device device;
       EXPECT_OK(cuda::find_device("test", &device));
-      EXPECT_OK(
-          cuda::multiply_and_combine(copies, sizes, chunk, {workspace.exec().workspace, nullptr}, device, nullptr));
+      EXPECT_OK(cuda::multiply_and_combine(copies, sizes, chunk, workspace.exec().workspace, device, nullptr));
     }
     mirrors.fetch();
     workspace.check();
@@ -307,7 +306,7 @@ TEST_F(GroupedMatmulCombineCuda, OutMayAliasTheAddend) {
   DeviceWorkspace workspace(static_cast<size_t>(sizes.R * 128 * 2));
   cuda::Device device;
   EXPECT_OK(cuda::find_device("test", &device));
-  EXPECT_OK(cuda::multiply_and_combine(copies, sizes, 128, {workspace.exec().workspace, nullptr}, device, nullptr));
+  EXPECT_OK(cuda::multiply_and_combine(copies, sizes, 128, workspace.exec().workspace, device, nullptr));
   mirrors.fetch();
   workspace.check();
   EXPECT_TRUE(summed.addend.is(summed.want));
@@ -405,7 +404,7 @@ TEST_F(GroupedMatmulCombineCuda, ReplaysInAGraph) {
     EXPECT_OK(cuda::find_device("test", &device));
     DeviceWorkspace workspace(static_cast<size_t>(sizes.R * 64 * element_bytes_of(*args.x)));
     replay_in_graph([&](cudaStream_t stream) {
-      EXPECT_OK(cuda::multiply_and_combine(copies, sizes, 64, {workspace.exec().workspace, nullptr}, device, stream));
+      EXPECT_OK(cuda::multiply_and_combine(copies, sizes, 64, workspace.exec().workspace, device, stream));
     });
     mirrors.fetch();
     workspace.check();

@@ -31,7 +31,7 @@ std::vector<Known>& arenas() {
 }
 
 std::vector<cudaEvent_t*> events_of(Arena* arena) {
-  std::vector<cudaEvent_t*> events{&arena->fork, &arena->summed[0], &arena->summed[1]};
+  std::vector<cudaEvent_t*> events{&arena->fork};
   for (int b = 0; b < exchange::kBuffers; ++b) events.insert(events.end(), {&arena->pushed[b], &arena->copied[b]});
   return events;
 }

@@ -25,9 +25,8 @@ struct Arena {
   char* buffers = nullptr;             // one allocation
   exchange::Report* report = nullptr;  // host memory that the device can write to
   cudaStream_t side = nullptr;         // carries the pushes
-  cudaStream_t local = nullptr;        // carries copies of this rank's own blocks, and kernels that push sums
+  cudaStream_t local = nullptr;        // carries copies of this rank's own blocks
   cudaEvent_t fork = nullptr;
-  cudaEvent_t summed[2] = {};  // the sums of the last even and the last odd chunk have been pushed
   // By buffer: the pushes and the local copies of its last call have ended.
   cudaEvent_t pushed[exchange::kBuffers] = {};
   cudaEvent_t copied[exchange::kBuffers] = {};

@@ -42,6 +42,9 @@ namespace {
 int phase_of(const ReturningSums& r, int64_t first) { return static_cast<int>(first / r.columns); }
 
 ab_status push_chunk(const ReturningSums& r, int64_t first, int64_t columns, cudaStream_t stream) {
+  if (first == 0) {
+    AB_RETURN_IF_ERROR(begin_use(*r.exchange, r.buffer, exchange::Operation::returned_sums, r.block(1, r.D), stream));
+  }
   AB_RETURN_IF_ERROR(fork(*r.exchange, stream));
   const int64_t bytes = r.block(1, columns);
   for (int step = 1; step < r.exchange->shape.ranks; ++step) {
@@ -75,41 +78,9 @@ ab_status sum_chunks(const ReturningSums& r, float factor, const ab_tensor* adde
 
 }  // namespace
 
-ab_status Return::begin(cudaStream_t stream) {
-  const int64_t bytes = sums_->block(1, sums_->D);
-  return begin_use(*sums_->exchange, sums_->buffer, exchange::Operation::returned_sums, bytes, stream);
-}
-
 ab_status Return::push(int64_t first, int64_t columns) {
-  if (first == 0) AB_RETURN_IF_ERROR(begin(stream_));
   has_begun_ = true;
   return push_chunk(*sums_, first, columns, stream_);
-}
-
-ab_status Return::begin_direct(int64_t first, cudaStream_t* stream) {
-  *stream = sums_->exchange->arena.local;
-  has_begun_ = true;
-  AB_RETURN_IF_ERROR(fork(*sums_->exchange, stream_));
-  return first == 0 ? begin(*stream) : ok();
-}
-
-void* Return::place(int rank, int64_t first, int64_t columns) const {
-  const exchange::Shape& shape = sums_->exchange->shape;
-  if (rank == shape.rank) return sums_->sums + sums_->chunk(first) + sums_->block(rank, columns);
-  return buffer_of(*sums_->exchange, rank, sums_->buffer) + sums_->chunk(first) + sums_->block(shape.rank, columns);
-}
-
-ab_status Return::end_direct(int64_t first) {
-  const Arena& arena = sums_->exchange->arena;
-  const int phase = phase_of(*sums_, first);
-  AB_RETURN_IF_CUDA_ERROR("record", cudaEventRecord(arena.summed[phase % 2], arena.local));
-  return launch_signal(sums_->exchange->group, sums_->buffer, phase, arena.local);
-}
-
-ab_status Return::await_direct(int64_t first) {
-  const cudaEvent_t summed = sums_->exchange->arena.summed[phase_of(*sums_, first) % 2];
-  AB_RETURN_IF_CUDA_ERROR("join", cudaStreamWaitEvent(stream_, summed, 0));
-  return ok();
 }
 
 ab_status Return::end() {

@@ -37,10 +37,8 @@ struct ReturnNames {
 ab_status describe_returning(const ReturnNames& names, const ab_exchange* exchange, int32_t buffer,
                              const ab_tensor& sums, ReturningSums* returning);
 
-// The pushes of the chunks of sums. Either copy engines push sums that have been computed, by push(); or a kernel that
-// computes sums stores them where they belong, between begin_direct() and end_direct(), beside what the call enqueues
-// on its own stream later. If the call fails in between, the destructor makes its stream wait for what was enqueued on
-// other streams so far, which still reads memory of the call.
+// The pushes of the chunks of sums. If the call fails in between, the destructor makes the stream wait for the pushes
+// so far, which still read the sums.
 class Return {
  public:
   Return(const ReturningSums* sums, cudaStream_t stream) : sums_(sums), stream_(stream) {}
@@ -52,21 +50,10 @@ class Return {
   // stream later.
   ab_status push(int64_t first, int64_t columns);
 
-  // Returns the stream for a kernel that stores the chunk that begins at column `first`. So far that stream runs after
-  // the stream of the call.
-  ab_status begin_direct(int64_t first, cudaStream_t* stream);
-  // Where the sums [T, columns] for a rank belong.
-  void* place(int rank, int64_t first, int64_t columns) const;
-  ab_status end_direct(int64_t first);
-  // The stream of the call waits for end_direct() of a chunk, which is the last or the one before.
-  ab_status await_direct(int64_t first);
-
   // After the last chunk.
   ab_status end();
 
  private:
-  ab_status begin(cudaStream_t stream);
-
   const ReturningSums* sums_;
   cudaStream_t stream_;
   bool has_begun_ = false;

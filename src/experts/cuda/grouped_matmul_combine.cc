@@ -10,7 +10,6 @@
 #include "core/tensor.h"
 #include "dispatch/columns_from.h"
 #include "dispatch/combine.h"
-#include "dispatch/sum_tokens.h"
 #include "exchange/chunks.h"
 #include "experts/column_chunks.h"
 #include "experts/cuda/fp8_product.h"
@@ -85,55 +84,22 @@ MaybePacked weights_in(const ab_grouped_matmul_combine_args& args, const Combine
   return {args.w, args.w_block_scales, s.E, transposed ? s.N : s.D, transposed ? s.D : s.N, s.rows_dtype, reads};
 }
 
-// Whether sums go to their ranks as they are computed, beside the GEMM of the next chunk: they wait for memory, and the
-// GEMM for tensor cores. Then chunks alternate between two buffers of rows.
-bool sums_go_directly(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s) {
-  if (args.returning == nullptr || args.addend != nullptr) return false;
-  const bool is_aligned = reinterpret_cast<uintptr_t>(args.out->data) % 16 == 0;
-  return is_aligned && exchange::returns_directly(chunk_of(args, s), s.N, dtype_size(args.out->dtype)) &&
-         fits_token_sums(s.K, s.rows_dtype, args.out->dtype);
-}
-
-// The SMs that the sums of a chunk take from the GEMM of the next one.
-int multiprocessors_of_sums(const Device& device) { return device.multiprocessors / 6; }
-
-// The last chunk has no GEMM beside it.
-ab_status sum_directly(const GatherSum& sum, int64_t first, int64_t columns, const Device& device, Return* chunks,
-                       const ReturningSums& returning) {
-  cudaStream_t stream = nullptr;
-  AB_RETURN_IF_ERROR(chunks->begin_direct(first, &stream));
-  Places places{{}, returning.T};
-  for (int r = 0; r < returning.ranks(); ++r) places.data[r] = chunks->place(r, first, columns);
-  const bool is_last = first + columns == returning.D;
-  const int blocks = is_last ? device.multiprocessors : multiprocessors_of_sums(device);
-  AB_RETURN_IF_ERROR(compute_token_sums(sum, places, device, blocks, stream));
-  return chunks->end_direct(first);
-}
-
-RowBuffers take_buffers(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s, Workspace* workspace) {
-  const size_t bytes = rows_bytes(s.R, chunk_of(args, s), s.rows_dtype);
-  void* const first = workspace->take_bytes(bytes);
-  return {first, sums_go_directly(args, s) ? workspace->take_bytes(bytes) : nullptr};
+size_t buffer_bytes(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s) {
+  return rows_bytes(s.R, chunk_of(args, s), s.rows_dtype);
 }
 
 }  // namespace
 
-// The GEMM of a chunk overwrites rows that the sums of an earlier chunk read, and it may launch before these have
-// finished. This is safe: each kernel waits for the completion of the previous one before its first memory access, or
-// the stream waits for sums on another stream.
+// The GEMM of a chunk overwrites rows that the sums of the previous chunk read, and it may launch before these have
+// finished. This is safe: each kernel waits for the completion of the previous one before its first memory access.
 ab_status multiply_and_combine(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s, int64_t columns,
-                               const RowBuffers& buffers, const Device& device, cudaStream_t stream,
-                               const LowRank& adapter, const Fp8Product<ab_grouped_matmul_combine_args>* fp8,
-                               void* unpacked, const ReturningSums* returning) {
+                               void* buffer, const Device& device, cudaStream_t stream, const LowRank& adapter,
+                               const Fp8Product<ab_grouped_matmul_combine_args>* fp8, void* unpacked,
+                               const ReturningSums* returning) {
   const MaybePacked weights = weights_in(args, s);
-  const bool overlaps = buffers.second != nullptr;
   Return chunks(returning, stream);
   for (int64_t first = 0; first < s.N; first += columns) {
     const int64_t count = std::min(columns, s.N - first);
-    void* const buffer = overlaps && first / columns % 2 != 0 ? buffers.second : buffers.first;
-    Device rest = device;  // without the SMs of the sums of the previous chunk
-    if (overlaps && first > 0) rest.multiprocessors -= multiprocessors_of_sums(device);
-    if (overlaps && first >= 2 * columns) AB_RETURN_IF_ERROR(chunks.await_direct(first - 2 * columns));
     const auto gemm = [&](const void* w, const ExpertRange& range) {
       RowsProduct rows = gemm_of(args, s, w, first, count, buffer);
       rows.range = range;
@@ -144,19 +110,14 @@ ab_status multiply_and_combine(const ab_grouped_matmul_combine_args& args, const
     };
     const auto multiply = [&](const ExpertRange& range, const void* w) {
       const RowsProduct rows = gemm(w, range);
-      return fp8 == nullptr ? compute_rows_product(rows, rest, stream)
-                            : compute_rows_product(fp8->gemm(rows, first), rest, stream);
+      return fp8 == nullptr ? compute_rows_product(rows, device, stream)
+                            : compute_rows_product(fp8->gemm(rows, first), device, stream);
     };
     AB_RETURN_IF_ERROR(
         weights.reads_packed()
-            ? compute_rows_product(PackedRowsProduct{gemm(nullptr, {}), weights.matrices(), first}, rest, stream)
-            : weights.for_ranges(unpacked, data<const int32_t>(args.group_sizes), rest, stream, multiply));
+            ? compute_rows_product(PackedRowsProduct{gemm(nullptr, {}), weights.matrices(), first}, device, stream)
+            : weights.for_ranges(unpacked, data<const int32_t>(args.group_sizes), device, stream, multiply));
     GatherSum sum = sum_of(args, s, first, count, buffer);
-    if (overlaps) {
-      AB_RETURN_IF_ERROR(sum_directly(sum, first, count, device, &chunks, *returning));
-      if (first + count == s.N) AB_RETURN_IF_ERROR(chunks.await_direct(first));
-      continue;
-    }
     if (returning != nullptr) {
       const ab_tensor chunk{returning->sums + returning->chunk(first), sum.out.dtype, 2, {s.T, count}, nullptr};
       sum.out = Rows(&chunk);
@@ -180,7 +141,7 @@ ab_status ab_cuda_grouped_matmul_combine_workspace(const ab_grouped_matmul_combi
   AB_RETURN_IF_ERROR(check(args, &s));
   cuda::Fp8Product fp8(*args, s, nullptr);
   const cuda::ProductAdapter adapter(fp8.workspace, *args, s, s.rows_dtype);
-  cuda::take_buffers(*args, s, &fp8.workspace);
+  fp8.workspace.take_bytes(cuda::buffer_bytes(*args, s));
   fp8.workspace.take_bytes(cuda::weights_in(*args, s).scratch_bytes());
   return report_workspace(fp8.workspace.size(), bytes);
 }
@@ -196,7 +157,7 @@ ab_status ab_cuda_grouped_matmul_combine(const ab_grouped_matmul_combine_args* a
   }
   cuda::Fp8Product fp8(*args, s, exec);
   const cuda::ProductAdapter adapter(fp8.workspace, *args, s, s.rows_dtype);
-  const cuda::RowBuffers buffers = cuda::take_buffers(*args, s, &fp8.workspace);
+  void* buffer = fp8.workspace.take_bytes(cuda::buffer_bytes(*args, s));
   void* unpacked = fp8.workspace.take_bytes(cuda::weights_in(*args, s).scratch_bytes());
   AB_RETURN_IF_ERROR(check_workspace(exec, fp8.workspace.size()));
   cuda::Device device;
@@ -206,7 +167,7 @@ ab_status ab_cuda_grouped_matmul_combine(const ab_grouped_matmul_combine_args* a
   AB_RETURN_IF_ERROR(adapter.compute(cuda::gemm_of(*args, s, nullptr, 0, s.N, nullptr), device, stream));
   const bool returns = args->returning != nullptr;
   const auto lock = returns ? std::unique_lock(args->returning->calls) : std::unique_lock<std::mutex>();
-  return cuda::multiply_and_combine(*args, s, cuda::chunk_of(*args, s), buffers, device, stream, adapter.low_rank(),
+  return cuda::multiply_and_combine(*args, s, cuda::chunk_of(*args, s), buffer, device, stream, adapter.low_rank(),
                                     fp8.enabled ? &fp8 : nullptr, unpacked, returns ? &returning : nullptr);
 }
 

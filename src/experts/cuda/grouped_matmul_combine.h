@@ -14,19 +14,12 @@
 
 namespace anabranch::cuda {
 
-// Memory for rows [R, columns] of a chunk in the dtype of the rows, 16-byte aligned. second: memory for every other
-// chunk, whose GEMM then overlaps with the sums of the chunk before; or nullptr.
-struct RowBuffers {
-  void* first;
-  void* second;
-};
-
 // Enqueues the operation; the arguments must have been checked. columns: chunk size, a multiple of 64 or all columns.
-// adapter: of all columns. fp8: quantised operands, or nullptr. unpacked: scratch memory for packed weights, see
-// MaybePacked. returning: the chunks of columns return to their ranks; or nullptr: then there is no second buffer.
+// buffer: [R, columns] in the dtype of the rows, 16-byte aligned. adapter: of all columns. fp8:
+// quantised operands, or nullptr. unpacked: scratch memory for packed weights, see MaybePacked. returning: the chunks
+// of columns return to their ranks; or nullptr.
 ab_status multiply_and_combine(const ab_grouped_matmul_combine_args& args, const CombinedSizes& sizes, int64_t columns,
-                               const RowBuffers& buffers, const Device& device, cudaStream_t stream,
-                               const LowRank& adapter = {},
+                               void* buffer, const Device& device, cudaStream_t stream, const LowRank& adapter = {},
                                const Fp8Product<ab_grouped_matmul_combine_args>* fp8 = nullptr,
                                void* unpacked = nullptr, const ReturningSums* returning = nullptr);
 

@@ -48,7 +48,8 @@ class PackedWarpSum {
     const auto stored = static_cast<int32_t>(p_.columns.stored(column + own, 0));
     columns_ = {static_cast<int32_t>(rows.expert * p_.packed.N) + p_.first_column + stored,
                 static_cast<int32_t>(p_.columns.stored(column + own, 1)) - stored};
-    __syncwarp();  // all lanes have read the last chunks
+    wait_for_copies<0>();  // of zeros, for the chunks after the last one of the unit before
+    __syncwarp();          // all lanes have read the last chunks
     const typename Format::Source source(p_.packed, columns_, first_chunk());
 #pragma unroll
     for (int i = 0; i < Format::kStages - 1; ++i) {
@@ -87,7 +88,7 @@ class PackedWarpSum {
     return ring_ + stage * kChunkBytes + lane_index() / 4 * Format::kColumnBytes;
   }
 
-  // A chunk without steps of the warp adds an empty group.
+  // For a chunk without steps of the warp this copies zeros or nothing.
   template <bool kAligned, class IsValid>
   __device__ __forceinline__ void copy(const typename Format::Source& source, int chunk, int stage,
                                        const IsValid& is_valid) const {

@@ -31,7 +31,8 @@ struct PackedRowsProduct : RowsProduct {
 
 // Whether a GEMM of R rows with matrices [E, N, C] reads them packed, by the small-M kernels (few_rows/); else they are
 // first unpacked into scratch memory. Depends on sizes alone, because workspace sizes must agree with it. Up to 16 rows
-// per expert, reading experts twice or three times takes less time than writing and reading the unpacked values.
+// per expert, reading experts twice or three times should take less time than writing and reading the unpacked values:
+// an estimate by the bytes.
 inline bool reads_packed(int64_t R, int64_t E, int64_t N, int64_t C, int32_t dtype) {
   constexpr int64_t kMaxRowsPerExpert = 16;       // on average
   constexpr int64_t kMaxRanges = 640;             // of at most 8 rows, which shared memory lists

@@ -98,7 +98,7 @@ ab_status check_more(const ab_exchange_all_gather_args& args, const Shape& shape
   }
   if (call->num_more == 0) return ok();
   const int32_t buffer = call->buffer;
-  AB_RETURN_IF_ERROR(check_buffer(buffer));
+  if (!is_buffer(buffer)) return check_buffer(buffer);
   if (needed > shape.buffer_bytes[buffer]) {
     return AB_INVALID(
         "x_2, x_3: got tensors that need %lld bytes together with x, expected at most the %lld bytes of "

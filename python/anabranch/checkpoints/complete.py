@@ -67,9 +67,10 @@ def check(
       A `Report`.
 
     Raises:
-      ValueError: an expert is missing, is one too many, is in two files, is zero or not finite, or has the bytes of
-        another expert of its layer; a block has a router but no experts, or experts but no router; the index and the
-        files disagree; an argument is needed or wrong. The message names the tensors.
+      ValueError: an expert is missing, is surplus, is in two files, is zero or not finite, or has the bytes of another
+        expert of its layer or another shape than expert 0; a router is not one of E experts; a block has a router but
+        no experts, or experts but no router; the index and the files disagree; an argument is needed or wrong. The
+        message names the tensors.
     """
     files = Files(path)
     config = read_config(path)
@@ -162,6 +163,11 @@ def check_names(files: Files, family: Family, E: int) -> list[str]:
     surplus = {name for prefix, names in found.items() for name in names if name.removeprefix(prefix) not in expected}
     if surplus:
         raise ValueError(f"experts: got {some(surplus)}, expected only experts 0 to {E - 1}")
+    for prefix in routers:
+        name = prefix + family.gate.names[0]
+        shape = files.entries[name].shape
+        if E not in shape:
+            raise ValueError(f"{name}: got {list(shape)}, expected a router of E = {E} experts")
     if without := found.keys() - routers:
         raise ValueError(f"experts: got experts of {some(without)} without {family.gate.names[0]}, expected a router")
     return sorted(found, key=lambda prefix: [int(part) if part.isdigit() else -1 for part in prefix.split(".")])
@@ -187,8 +193,13 @@ def _matrix(files: Files, name: str, stored: Stored, packed: str | None, E: int,
 def _norms(files: Files, name: str, stored: Stored, packed: str | None, E: int) -> np.ndarray:
     """The norms of one matrix of all experts; refuses experts that are zero, not finite or alike."""
     norms = np.empty(E)
+    shapes: list[tuple[int, ...]] = []
     for e in range(E):
         arrays = _matrix(files, name, stored, packed, E, e)
+        found = [array.shape for array in arrays]
+        shapes = shapes or found
+        if found != shapes:
+            raise ValueError(f"{name}: got {list(found[0])} for expert {e}, expected {list(shapes[0])} as for expert 0")
         values = unpack(KINDS[packed](*arrays) if packed else arrays[0]).reshape(-1)
         norms[e] = np.sqrt(np.sum(np.square(values, dtype=np.float64)))
         if not 0 < norms[e] < np.inf:

@@ -40,8 +40,8 @@ def convert(
 ) -> Report:
     """Packs the experts of a checkpoint, file by file; all other tensors are copied.
 
-    The memory in use is a few matrices of one expert. Tensors have the names of `Family.with_packed`. The experts are
-    checked before and after (see `check`). config.json gets a quantization_config and is written last: a folder without
+    The memory in use is a few matrices of one expert. Tensors have the names of `Family.with_packed`. The names of the
+    experts are checked before and everything after (see `check`). config.json gets a quantization_config and is written last: a folder without
     it is not complete.
 
     | packed | quant_method | who loads it |
@@ -86,7 +86,7 @@ def convert(
         entries = {name: entry for tensor in tensors.values() for name, entry in tensor.entries.items()}
         write(target / file.name, entries, _contents(files, tensors, packed))
     map_of = {name: file.name for file, ts in planned.items() for t in ts.values() for name in t.entries}
-    if len(planned) > 1:
+    if [file.name for file in planned] != ["model.safetensors"]:
         total = sum(entry.bytes for ts in planned.values() for t in ts.values() for entry in t.entries.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(map_of.items()))}
         (target / INDEX).write_text(json.dumps(index, indent=2) + "\n")
@@ -171,6 +171,8 @@ def _quantization_config(files: Files, planned: Any, packed: str, family: Family
     if packed == "mxfp4":
         method = "mxfp4" if family == FAMILIES["gpt_oss"] else "anabranch_mxfp4"
         return {"quant_method": method, "modules_to_not_convert": names}
+    if "lm_head.weight" not in files:  # it is the matrix of the embeddings
+        names = ["lm_head", *names]
     return {
         "quant_method": "fp8",
         "fmt": "e4m3",

@@ -59,7 +59,8 @@ class Files(Mapping[str, np.ndarray]):
     """The tensors of a safetensors checkpoint by name, for `load`. Each is a read-only view of its file.
 
     Args:
-      path: a folder with a model's safetensors files, or one file.
+      path: a folder with a model's safetensors files, or one file. Of a folder, the files of its index are read;
+        without an index model.safetensors, or else all.
 
     Raises:
       ValueError: there is no file, a name is in two files, or the index and the files disagree.
@@ -74,7 +75,16 @@ class Files(Mapping[str, np.ndarray]):
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = pathlib.Path(path)
-        self.files = sorted(self.path.glob("*.safetensors")) if self.path.is_dir() else [self.path]
+        self.files = [self.path]
+        index = self.path / INDEX
+        listed: dict[str, str] = json.loads(index.read_text())["weight_map"] if index.exists() else {}
+        if self.path.is_dir():
+            alone = [self.path / "model.safetensors"]
+            given = [self.path / name for name in sorted(set(listed.values()))]
+            self.files = given or (alone if alone[0].exists() else sorted(self.path.glob("*.safetensors")))
+        for file in self.files[1:]:
+            if not file.exists():
+                raise ValueError(f"path: got no {file}, expected it ({index})")
         if not self.files or not self.files[0].exists():
             raise ValueError(f"path: got {self.path}, expected a safetensors file or a folder with some")
         self.entries: dict[str, Entry] = {}
@@ -85,9 +95,7 @@ class Files(Mapping[str, np.ndarray]):
                         f"{name}: got it in {self.entries[name].file} and {file}, expected every name once"
                     )
                 self.entries[name] = entry
-        index = self.path / INDEX
-        if index.exists():
-            listed = json.loads(index.read_text())["weight_map"]
+        if listed:
             for name in sorted(listed.keys() | self.entries.keys()):
                 file_of = self.entries[name].file if name in self.entries else None
                 found = None if file_of is None else file_of.name

@@ -18,9 +18,10 @@ def packed_config(config: Any) -> Any:
 
     The experts are computed by `routed_experts` from `Mxfp4` or `Fp8Blocks` weights, on the CPU and on a GPU, whatever
     `experts_implementation` is. Loading needs no GPU. With FP8 the other linear layers stay packed, too, and are
-    decoded in each pass. Packed parameters are frozen; all others can be trained. `save_pretrained` writes the
-    checkpoint's names and bytes, with the checkpoint's own quantization_config. Adapters by `add_lora` are in the
-    state_dict, but `from_pretrained` does not load them: save them apart. PEFT saves its own adapters.
+    decoded in each pass. Packed parameters are frozen; all others can be trained. `save_pretrained` writes the names
+    and bytes of the checkpoint's tensors that the model has, with the checkpoint's own quantization_config. Adapters by
+    `add_lora` are in the state_dict, but `from_pretrained` does not load them: save them separately. PEFT saves its own
+    adapters.
 
     Args:
       config: a configuration of Transformers whose quantization_config has the quant_method "mxfp4" (experts as in
@@ -34,8 +35,9 @@ def packed_config(config: Any) -> Any:
       ImportError: Transformers is missing or older than 5.24.
       TypeError: config is no configuration.
       ValueError: it has no quantization_config, or one of another format; the message names it.
-      `from_pretrained` raises ValueError for tensors that the checkpoint lacks or has in another dtype, and for sizes
-      that are not multiples of a block, and NotImplementedError for models without experts that can be packed.
+      `from_pretrained` raises ValueError for packed tensors that the checkpoint lacks or has in another dtype, and for
+      sizes that are not multiples of a block, and NotImplementedError for models without experts that can be packed.
+      Of other tensors that are missing, such as routers and norms, Transformers only prints a report.
 
     Gradients: none of packed weights. Source: semantics, section 13.
 
@@ -46,11 +48,11 @@ def packed_config(config: Any) -> Any:
     """
     with needed_by("anabranch.torch.transformers"):
         import transformers
-    if not isinstance(config, transformers.PreTrainedConfig):
-        raise TypeError(f"config: got {check.describe(config)}, expected a configuration of Transformers")
     if tuple(int(part) for part in series(transformers.__version__).split(".")) < OLDEST:
         needed = ".".join(map(str, OLDEST))
         raise ImportError(f"packed_config: got transformers {transformers.__version__}, expected >= {needed}")
+    if not isinstance(config, transformers.PreTrainedConfig):
+        raise TypeError(f"config: got {check.describe(config)}, expected a configuration of Transformers")
     from anabranch.torch.transformers import quantizers
 
     config = copy.deepcopy(config)
@@ -61,6 +63,8 @@ def packed_config(config: Any) -> Any:
     if given is None:
         raise ValueError("quantization_config: got none, expected that of a checkpoint in MXFP4 or FP8 blocks")
     entries = dict(given if isinstance(given, dict) else given.to_dict())
+    if "checkpoint" in entries:  # made by this function
+        return config
     _check(entries)
     quantizers.install()
     method = {"mxfp4": quantizers.MXFP4, "fp8": quantizers.FP8}.get(entries["quant_method"], entries["quant_method"])

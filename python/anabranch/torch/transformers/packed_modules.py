@@ -32,6 +32,15 @@ SUFFIXES: Mapping[str, Mapping[str, str]] = {
 _SCALES = (torch.float32, torch.bfloat16, torch.float8_e8m0fnu, torch.uint8)
 
 
+def _dtypes_of(name: str) -> tuple[torch.dtype, ...]:
+    """The dtypes that a packed parameter may have."""
+    if name.endswith("_blocks"):
+        return (torch.uint8,)
+    if name.endswith("_scales"):
+        return (torch.uint8, torch.float8_e8m0fnu)
+    return _SCALES if name.endswith("_scale_inv") else (torch.float8_e4m3fn,)
+
+
 class PackedModule(nn.Module):
     """A module with parameters that contain codes and scales. They keep their dtypes under `.to(dtype)`."""
 
@@ -57,16 +66,42 @@ class PackedModule(nn.Module):
 
         return super()._apply(moved, recurse)
 
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """Refuses packed tensors of another dtype, whose values would be converted."""
+        kept = dict(state_dict)
+        for name in self.packed_names():
+            value, own = kept.get(prefix + name), getattr(self, name)
+            replaces = local_metadata.get("assign_to_params_buffers", False)
+            expected = _dtypes_of(name) if replaces or own.is_meta else (own.dtype,)
+            if value is not None and value.dtype not in expected:
+                error_msgs.append(f"{prefix}{name}: got {value.dtype}, expected {' or '.join(map(str, expected))}")
+                kept[prefix + name] = own.detach()
+        super()._load_from_state_dict(kept, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
+
     def check_loaded(self, path: str) -> None:
         """Freezes the packed parameters after loading.
 
         Raises:
           ValueError: the checkpoint lacks one, or has it with another dtype.
-          NotImplementedError: one is sharded.
+          NotImplementedError: one is sharded, or scales are offloaded.
         """
         packed = self.packed_names()
         for name, value in self.named_parameters(recurse=False):
             if value.is_meta:  # offloaded, and loaded in the forward pass
+                if name.endswith("_scale_inv"):
+                    raise NotImplementedError(
+                        f"{path}.{name}: got offloaded scales, which would be converted to the dtype of their "
+                        "placeholder, expected a device_map with CPUs and GPUs only"
+                    )
                 continue
             if not getattr(value, "_is_hf_initialized", False):
                 raise ValueError(f"{path}.{name}: got no such tensor in the checkpoint, expected {list(value.shape)}")
@@ -77,12 +112,7 @@ class PackedModule(nn.Module):
                     f"{path}.{name}: got a {type(value).__name__}, expected a tensor that is not sharded: packed "
                     "weights do not support the parallelism of Transformers"
                 )
-            if name.endswith("_blocks"):
-                expected: tuple[torch.dtype, ...] = (torch.uint8,)
-            elif name.endswith("_scales"):
-                expected = (torch.uint8, torch.float8_e8m0fnu)
-            else:
-                expected = _SCALES if name.endswith("_scale_inv") else (torch.float8_e4m3fn,)
+            expected = _dtypes_of(name)
             if value.dtype not in expected:
                 raise ValueError(f"{path}.{name}: got {value.dtype}, expected {' or '.join(map(str, expected))}")
             value.requires_grad_(False)
@@ -101,7 +131,7 @@ class PackedExperts(PackedModule):
     """  # noqa: E501
 
     def __init__(self, source: nn.Module, packed: str):
-        """Takes the place of `source`, an experts module on the meta device.
+        """Replaces `source`, an experts module on the meta device.
 
         Raises:
           NotImplementedError: the module computes something that `Experts` cannot express.

@@ -64,8 +64,16 @@ class _Packed:
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
         """None for codes and scales, which keep the dtype that they have in the checkpoint."""
-        packed = dtype == torch.float8_e4m3fn or any("_scale" in name for name in converter.target_patterns)
-        return None if packed else super().get_new_dtype(converter, param, dtype)  # type: ignore[misc]
+        names = converter.target_patterns
+        if dtype == torch.float8_e4m3fn or any(name.endswith(("_scales", "_scale_inv")) for name in names):
+            return None
+        given = str(param.get_dtype() if hasattr(param, "get_dtype") else param.dtype)
+        if "F8" in given or "float8" in given:  # a cast would lose the scales
+            raise ValueError(
+                f"{', '.join(names)}: got {given} in the checkpoint, expected plain weights: this module "
+                "is not an expert or a linear layer, or is in modules_to_not_convert"
+            )
+        return super().get_new_dtype(converter, param, dtype)  # type: ignore[misc]
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         for path, module in model.named_modules():
@@ -118,12 +126,15 @@ class PackedFp8Quantizer(_Packed, FineGrainedFP8HfQuantizer):  # type: ignore[mi
         super()._process_model_before_weight_loading(model)
         config.dequantize = False
         excluded = self.modules_to_not_convert
+        tied = model.get_output_embeddings() if model.config.get_text_config().tie_word_embeddings else None
         _replace_experts(model, "fp8_blocks", excluded)
         for path, module in list(model.named_modules()):
-            if not isinstance(module, nn.Linear) or not should_convert_module(path, excluded):
+            if not isinstance(module, nn.Linear) or module is tied or not should_convert_module(path, excluded):
                 continue
             if type(module) is not nn.Linear:
-                raise NotImplementedError(f"{path}: got a {type(module).__name__} with FP8 weights, expected a Linear")
+                raise NotImplementedError(
+                    f"{path}: got a {type(module).__name__} that is not in modules_to_not_convert, expected a Linear"
+                )
             model.set_submodule(path, Fp8Linear(module))
 
 

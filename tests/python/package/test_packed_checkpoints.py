@@ -240,6 +240,20 @@ def test_incomplete_experts_are_errors(wrong, packed, tmp_path):
     assert not (tmp_path / "packed" / "config.json").exists()
 
 
+@pytest.mark.parametrize(
+    "key, axis, message",
+    [
+        (UP.format(2), 0, r"up_proj\.weight: got \[\d+, \d+\] for expert 2, expected \[\d+, \d+\] as for expert 0"),
+        ("model.layers.0.mlp.gate.weight", 0, "expected a router of E = 4 experts"),
+    ],
+)
+def test_shapes_of_experts_and_routers_are_checked(key, axis, message, tmp_path):
+    tensors = plain_tensors("qwen3_moe")
+    tensors[key] = tensors[key].repeat(2, axis)
+    with pytest.raises(ValueError, match=message):
+        check(write(tmp_path, "qwen3_moe", tensors), progress=None)
+
+
 def test_files_that_disagree_are_errors(tmp_path):
     folder = write(tmp_path, "qwen3_moe", plain_tensors("qwen3_moe"))
     key, index_file = UP.format(3), folder / "model.safetensors.index.json"

@@ -12,9 +12,16 @@ from torch import nn
 
 import anabranch.torch.transformers as adapter
 import packed_checkpoints
+from anabranch._versions import series
 from anabranch.checkpoints import check, convert
 from anabranch.torch import add_lora, pack_mxfp4, unpack
-from anabranch.torch.transformers.packed_config import packed_config
+from anabranch.torch.transformers.packed_config import OLDEST, packed_config
+
+if tuple(map(int, series(transformers.__version__).split("."))) < OLDEST:
+    pytest.skip(
+        f"TRANSFORMERS {transformers.__version__} IS TOO OLD: packed checkpoints were not tested",
+        allow_module_level=True,
+    )
 
 FP8 = ("qwen3_moe", "deepseek_v3")
 TARGETS = ["experts.gate_up_proj", "experts.down_proj"]
@@ -249,6 +256,30 @@ def test_incomplete_checkpoints_are_errors_when_loaded(checkpoints, tmp_path):
         load(rewritten(checkpoints, tmp_path, "qwen3_moe", tensors | {query: tensors[query].bfloat16()}))
 
 
+def test_codes_and_scales_are_never_converted_by_value(checkpoints, tmp_path):
+    gate = "model.layers.1.mlp.gate.weight"
+    tensors = checkpoints("qwen3_moe")[1]
+    q, scales = packed_checkpoints.fp8(tensors[gate])
+    with pytest.raises(ValueError, match=r"mlp\.gate\.weight: got F8_E4M3 in the checkpoint, expected plain weights"):
+        load(rewritten(checkpoints, tmp_path, "qwen3_moe", tensors | {gate: q, f"{gate}_scale_inv": scales}))
+    for name, tensor, given in (
+        ("qwen3_moe", "model.layers.0.self_attn.o_proj.weight", torch.float32),
+        ("qwen3_moe", "model.layers.0.mlp.experts.down_proj_scale_inv", torch.float16),
+        ("gpt_oss", "model.layers.0.mlp.experts.down_proj_scales", torch.float32),
+    ):
+        model = load(checkpoints(name)[0])
+        before = model.state_dict()[tensor].clone()
+        with pytest.raises(RuntimeError, match=rf"{tensor}: got {given}, expected {before.dtype}"):
+            model.load_state_dict({tensor: torch.ones(before.shape, dtype=given)}, strict=False)
+        assert same_bytes(model.state_dict()[tensor], before)
+        model.load_state_dict({tensor: before}, strict=False)
+
+
+def test_a_packed_configuration_is_left_as_it_is(checkpoints):
+    config = packed_config(transformers.AutoConfig.from_pretrained(checkpoints("gpt_oss")[0]))
+    assert packed_config(config).to_dict() == config.to_dict()
+
+
 def test_models_that_cannot_be_packed_are_errors(checkpoints, tmp_path):
     config = transformers.Qwen3Config(hidden_size=128, quantization_config={"quant_method": "fp8"})
     tensors = checkpoints("gpt_oss")[1]
@@ -282,7 +313,7 @@ def test_linear_layers_accept_parts_of_blocks(dtype):
 
 @pytest.mark.parametrize("name, packed", [("qwen3_moe", "fp8_blocks"), ("gpt_oss", "mxfp4"), ("qwen3_moe", "mxfp4")])
 def test_converted_checkpoints_load(name, packed, checkpoints, tmp_path):
-    """Transformers' own loading decodes the same weights, or for its own formats alone the experts hold what we pack."""
+    """The same results as by Transformers' decoding. For formats that it lacks, experts are those that we pack."""
     source = checkpoints(name)[0] / "plain"
     convert(source, tmp_path / "packed", packed, progress=None)
     model = load(tmp_path / "packed")

@@ -190,7 +190,9 @@ class PackedExperts(PackedModule):
     def _check_without_lora(self) -> None:
         """Raises ValueError if the module cannot get adapters."""
         if self.lora.rank:
-            raise ValueError(f"module: got experts with adapters of rank {self.lora.rank}, expected some without")
+            raise ValueError(
+                f"module: got experts with adapters of rank {self.lora.rank}, expected experts without adapters"
+            )
 
     def _add_lora(self, lora: NewLora) -> None:
         """Adds factors with their initial values."""

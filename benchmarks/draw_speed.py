@@ -104,6 +104,8 @@ def beside_sonicmoe(rows: list[dict[str, Any]], source: list[str]) -> str:
 
 def beside_torch(rows: list[dict[str, Any]], source: list[str]) -> str:
     """The times of the layer, of torch and of Transformers for one shape."""
+    if len(shapes := {row["T,D,F,E,K"] for row in rows}) != 1 or not any(row["by"] == "moe" for row in rows):
+        raise SystemExit(f"rows of torch: got shapes {sorted(shapes)}, expected one shape, and rows by moe")
     times: dict[Any, Any] = {(row["by"], row.get("mode")): row.get("both ms") for row in rows}
     found = {label: times[key] for key, label in BARS.items() if times.get(key) is not None}
     first = next(iter(found.values()), 1)

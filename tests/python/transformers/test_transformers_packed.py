@@ -189,7 +189,7 @@ def test_sums_of_peft_with_packed_weights_are_errors(checkpoints):
     folder, _ = checkpoints("gpt_oss")
     with pytest.raises(ValueError):
         with_peft(load(folder))
-    with pytest.raises(ValueError, match="expected some without"):
+    with pytest.raises(ValueError, match="expected experts without adapters"):
         add_lora(add_lora(load(folder), 2), 2)
 
 

@@ -53,9 +53,9 @@ set(ANABRANCH_HOPPER_SOURCES ${ANABRANCH_CUDA_SOURCES})
 list(FILTER ANABRANCH_HOPPER_SOURCES INCLUDE REGEX "^src/experts/hopper/")
 list(FILTER ANABRANCH_CUDA_SOURCES EXCLUDE REGEX "^src/experts/hopper/")
 include(cmake/hopper.cmake)
-list(APPEND ANABRANCH_HOPPER_SOURCES ${ANABRANCH_HOPPER_INSTANCES})
+list(APPEND ANABRANCH_HOPPER_SOURCES ${INSTANCES_OF_hopper})
 include(cmake/portable.cmake)
-list(APPEND ANABRANCH_CUDA_SOURCES ${ANABRANCH_PORTABLE_INSTANCES})
+list(APPEND ANABRANCH_CUDA_SOURCES ${INSTANCES_OF_portable})
 
 # Options for all CUDA sources. Line numbers, for profilers and sanitizers, account for two thirds of the size of a
 # library that contains them, so Release omits them.
@@ -74,7 +74,7 @@ if(ANABRANCH_CUDA_OPTIMIZE)
 endif()
 set(ANABRANCH_FEW_ROWS_SOURCES ${ANABRANCH_CUDA_SOURCES})
 list(FILTER ANABRANCH_FEW_ROWS_SOURCES INCLUDE REGEX "^src/experts/few_rows/")
-set_source_files_properties(${ANABRANCH_PORTABLE_INSTANCES} ${ANABRANCH_FEW_ROWS_SOURCES} PROPERTIES
+set_source_files_properties(${INSTANCES_OF_portable} ${ANABRANCH_FEW_ROWS_SOURCES} PROPERTIES
                             COMPILE_OPTIONS "${ANABRANCH_SPILL_WARNINGS}")
 
 # Only sm_90a has wgmma and setmaxnreg, so these files are compiled for it, whatever the architectures of the library.

@@ -1,9 +1,9 @@
-# Writes files that instantiate the launchers of src/experts/portable/launchers.h and appends their names to
-# ANABRANCH_PORTABLE_INSTANCES. A file has the instances of one element type, without or with adapters; in a build
-# without optimisation, all instances of a header (see hopper.cmake).
+# The instances of the launchers of src/experts/portable/launchers.h (see instances.cmake). A file has those of one
+# element type, without or with adapters.
 # anabranch_portable_instances(FILE HEADER OPERANDS VARIANT...) adds the instances of all element types. FILE: the start
 # of the names of files. VARIANT: the tile, then, for a GEMM that can have an adapter, whether it has one.
-set(ANABRANCH_PORTABLE_INSTANCES "")
+include(${PROJECT_SOURCE_DIR}/cmake/instances.cmake)
+set(INSTANCES_OF_portable "")
 macro(anabranch_portable_instances name header operands)
   foreach(elements BFLOAT16 FLOAT16 FLOAT32 TF32)
     if(elements STREQUAL TF32)
@@ -11,19 +11,9 @@ macro(anabranch_portable_instances name header operands)
     else()
       set(arguments "AB_${elements}, Precision::highest")
     endif()
-    if(ANABRANCH_CUDA_OPTIMIZE)
-      set(file ${PROJECT_BINARY_DIR}/portable/${name}_${elements}.cu)
-    else()
-      set(file ${PROJECT_BINARY_DIR}/portable/${header}.cu)
-    endif()
-    if(NOT file IN_LIST ANABRANCH_PORTABLE_INSTANCES)
-      list(APPEND ANABRANCH_PORTABLE_INSTANCES ${file})
-      set(instances_${file} "")
-    endif()
-    set(header_${file} ${header})
     foreach(variant ${ARGN})
-      string(APPEND instances_${file} "template ab_status launch_${header}<${arguments}, TileChoice::${variant}>"
-                                      "(${operands}, int, cudaStream_t);\n")
+      anabranch_add_instance(portable ${name}_${elements} ${header}
+                             "launch_${header}<${arguments}, TileChoice::${variant}>" ${operands})
     endforeach()
   endforeach()
 endmacro()
@@ -37,8 +27,4 @@ endforeach()
 anabranch_portable_instances(weight_gradient weight_gradient
                              "const WeightGradient&, const SegmentBounds&, const SegmentList&" main)
 
-foreach(file ${ANABRANCH_PORTABLE_INSTANCES})
-  set(header ${header_${file}})
-  set(instances "${instances_${file}}")
-  configure_file(${PROJECT_SOURCE_DIR}/cmake/portable_instance.cu.in ${file} @ONLY)
-endforeach()
+anabranch_write_instances(portable)

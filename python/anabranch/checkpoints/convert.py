@@ -40,9 +40,9 @@ def convert(
 ) -> Report:
     """Packs the experts of a checkpoint, file by file; all other tensors are copied.
 
-    The memory in use is a few matrices of one expert. Tensors have the names of `Family.with_packed`. The names of the
-    experts are checked before and everything after (see `check`). config.json gets a quantization_config and is written last: a folder without
-    it is not complete.
+    The memory in use is a few matrices of one expert. Tensors have the names of `Family.with_packed`. The experts'
+    names are checked before a file is written, and `check` runs on the result. config.json gets a quantization_config
+    and is written last: a folder without it is not complete.
 
     | packed | quant_method | who loads it |
     |---|---|---|

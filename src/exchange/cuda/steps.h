@@ -34,7 +34,7 @@ ab_status end_copies(const ab_exchange& exchange, int buffer);
 ab_status await_pushes(const ab_exchange& exchange, int buffer, cudaStream_t stream);
 ab_status await_local_copies(const ab_exchange& exchange, int buffer, cudaStream_t stream);
 
-// Both.
+// await_local_copies and await_pushes.
 ab_status join(const ab_exchange& exchange, int buffer, cudaStream_t stream);
 
 // The rank that this rank pushes to in step i, 1 <= i < P. In every step each rank is pushed to by one rank.

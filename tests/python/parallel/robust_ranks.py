@@ -2,8 +2,8 @@
 
     python robust_ranks.py FOLDER RANK RANKS
 
-Each function of SITUATIONS compares "p2p" with "ring", bit by bit. The last rank then ends without a word; the others
-expect an error that names it.
+Each function of SITUATIONS compares "p2p" with "ring", bit by bit. The last rank then exits; the others expect an
+error that names it.
 """
 
 import os

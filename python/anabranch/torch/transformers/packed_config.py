@@ -37,7 +37,7 @@ def packed_config(config: Any) -> Any:
       ValueError: it has no quantization_config, or one of another format; the message names it.
       `from_pretrained` raises ValueError for packed tensors that the checkpoint lacks or has in another dtype, and for
       sizes that are not multiples of a block, and NotImplementedError for models without experts that can be packed.
-      Of other tensors that are missing, such as routers and norms, Transformers only prints a report.
+      Transformers only reports other missing tensors, such as routers and norms.
 
     Gradients: none of packed weights. Source: semantics, section 13.
 

@@ -247,4 +247,5 @@ def test_remat_policies_find_residuals_by_name(parallel, capsys):
         assert saved("moe_logits") == ["f32[64,8]"]
         every = saved("moe_h", "moe_logits", "moe_routing")
         assert {h, "f32[64,8]"} < set(every) and len(every) > 3
+        assert saved("moe_output") == saved("moe_x") == ["f32[64,16]"]
         assert saved() == []

@@ -54,7 +54,7 @@ OPTIONS = {
     "--remat": {
         "metavar": "POLICY",
         "default": "none",
-        "help": "none, full, or for ours names of residuals to save, such as moe_h,moe_routing; default: none",
+        "help": "none, full, or names of residuals to save, such as moe_h,moe_routing; default: none",
     },
     "--mesh": {"default": "", "help": "devices, such as expert=2,data=2, where data is the axis of FSDP; default: one"},
 }

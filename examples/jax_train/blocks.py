@@ -10,6 +10,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from anabranch.jax import Parallel, moe
@@ -87,7 +88,10 @@ Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 class RaggedDotMoE(MoEBlock):
-    """The block that JAX trainers write: top_k, sort, grouped GEMMs, and a sum, inside a shard_map on a mesh."""
+    """The block that JAX trainers write: top_k, sort, grouped GEMMs, and a sum, inside a shard_map on a mesh.
+
+    Its residuals have the names of this library's, so that both blocks have the same remat policies.
+    """
 
     def __init__(self, config: Config, product: Product = jax.lax.ragged_dot, *, rngs: nnx.Rngs):
         super().__init__(config, rngs=rngs)
@@ -98,11 +102,11 @@ class RaggedDotMoE(MoEBlock):
         names = ("gate", "wi", "wo") if self.config.prefuse_moe_weights else ("gate", "wi_0", "wi_1", "wo")
         weights = {name: getattr(self, name)[...] for name in names}
         on_device = functools.partial(_on_device, self.config, self.product)
-        if not self.on_mesh:
-            return on_device(x, weights)
-        specs = {name: SPECS[name] for name in names}
-        on_mesh = jax.shard_map(on_device, in_specs=(TOKENS, specs), out_specs=(TOKENS, P()), check_vma=False)
-        return on_mesh(x, weights)
+        if self.on_mesh:
+            specs = {name: SPECS[name] for name in names}
+            on_device = jax.shard_map(on_device, in_specs=(TOKENS, specs), out_specs=(TOKENS, P()), check_vma=False)
+        output, loss = on_device(checkpoint_name(x, "moe_x"), weights)
+        return checkpoint_name(output, "moe_output"), loss
 
 
 def _on_device(
@@ -135,14 +139,14 @@ def _route(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(weights [T, K] float32, experts [T, K], load-balance loss over the tokens of all devices)."""
     E, K = config.num_experts, config.num_experts_per_tok
-    logits_TE = jnp.dot(x_TD.astype(jnp.float32), gate_DE)
+    logits_TE = checkpoint_name(jnp.dot(x_TD.astype(jnp.float32), gate_DE), "moe_logits")
     top_TK, experts_TK = jax.lax.top_k(logits_TE, K)
     # Fedus et al. 2021, arXiv:2101.03961: E * sum_e (share of assignments) * (mean probability).
     counts_E = total(jnp.bincount(experts_TK.ravel(), length=E).astype(jnp.float32))
     scores_E = total(jax.nn.softmax(logits_TE).sum(0))
     tokens = counts_E.sum() / K
     loss = config.load_balance_loss_weight * E * jnp.sum(counts_E / (K * tokens) * scores_E / tokens)
-    return jax.nn.softmax(top_TK), experts_TK, loss
+    return checkpoint_name(jax.nn.softmax(top_TK), "moe_routing"), checkpoint_name(experts_TK, "moe_routing"), loss
 
 
 def _experts(
@@ -157,17 +161,17 @@ def _experts(
     E, K, held = config.num_experts, config.num_experts_per_tok, weights["wo"].shape[0]
     first = jax.lax.axis_index("expert") * held if config.mesh else 0
     keys = (experts_TK.ravel() - first) % E  # this device's experts are first
-    order_R = jnp.argsort(keys, stable=True)
-    sizes = jnp.bincount(keys, length=E)[:held].astype(jnp.int32)
+    order_R = checkpoint_name(jnp.argsort(keys, stable=True), "moe_routing")
+    sizes = checkpoint_name(jnp.bincount(keys, length=E)[:held].astype(jnp.int32), "moe_routing")
 
     def multiply(rows: jax.Array, name: str) -> jax.Array:
         return product(rows, weights[name].astype(rows.dtype), sizes)
 
     rows_RD = x_TD[order_R // K]
     if "wi" in weights:
-        gate_RF, up_RF = jnp.split(multiply(rows_RD, "wi"), 2, axis=-1)
+        gate_RF, up_RF = jnp.split(checkpoint_name(multiply(rows_RD, "wi"), "moe_h"), 2, axis=-1)
     else:
-        gate_RF, up_RF = multiply(rows_RD, "wi_0"), multiply(rows_RD, "wi_1")
+        gate_RF, up_RF = (checkpoint_name(multiply(rows_RD, name), "moe_h") for name in ("wi_0", "wi_1"))
     y_RD = multiply(jax.nn.silu(gate_RF) * up_RF, "wo")
     computed = jnp.arange(len(order_R)) < sizes.sum()
     weighted = jnp.where(computed[:, None], y_RD * weights_TK.ravel()[order_R][:, None], 0)

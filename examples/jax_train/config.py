@@ -8,7 +8,7 @@ from byte_lm.data import stdlib_folder
 from mesh import parse_mesh
 from option_fields import add_options, check_ranges, option
 
-#: Names of the residuals of `anabranch.jax.moe`, for --remat-policy.
+#: Names of the residuals of `anabranch.jax.moe` and of the block of ragged_dot, for --remat-policy.
 RESIDUALS = ("moe_x", "moe_logits", "moe_routing", "moe_h", "moe_output")
 
 
@@ -66,10 +66,6 @@ class Config:
         if unknown:
             raise ValueError(
                 f"--remat-policy: got {unknown[0]!r}, expected none, full, or names of {', '.join(RESIDUALS)}"
-            )
-        if self.remat_policy not in ("none", "full") and self.moe != "anabranch":
-            raise ValueError(
-                f"--remat-policy: got {self.remat_policy} with --moe {self.moe}, expected none or full: it has no names"
             )
         self._check_capacity()
         self._check_mesh()

@@ -12,7 +12,6 @@ from jax_train.config import parse
         (["--num-experts-per-tok=9"], "--num-experts-per-tok: got 9, expected at most 8"),
         (["--base-num-query-heads=3"], "--base-num-query-heads: got 3, expected an even width of a head, 128 / heads"),
         (["--remat-policy=moe_h,h"], "--remat-policy: got 'h', expected none, full, or names of moe_x, moe_logits, "),
-        (["--remat-policy=moe_h", "--moe=ragged_dot"], "--remat-policy: got moe_h with --moe ragged_dot"),
         (["--ragged-buffer-factor=0", "--mesh=expert=2"], "got 0.0, expected -1 or a number above 0"),
         (["--ragged-buffer-factor=1.5"], "got 1.5, expected -1 without --mesh or with --moe ragged_dot"),
         (["--prefuse-moe-weights=yes"], "argument --prefuse-moe-weights: got 'yes', expected true or false"),

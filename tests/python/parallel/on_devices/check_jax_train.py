@@ -75,8 +75,8 @@ def expected():
     [
         dict(),
         dict(mesh="expert=2,data=2", remat_policy="moe_h,moe_routing"),
-        dict(mesh="expert=4,data=2", prefuse_moe_weights=True),
-        dict(mesh="expert=2,data=4", moe="ragged_dot", prefuse_moe_weights=True, remat_policy="full"),
+        dict(mesh="expert=4,data=2", prefuse_moe_weights=True, remat_policy="full"),
+        dict(mesh="expert=2,data=4", moe="ragged_dot", prefuse_moe_weights=True, remat_policy="moe_h,moe_logits"),
     ],
     ids=str,
 )

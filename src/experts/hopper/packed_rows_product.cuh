@@ -14,7 +14,8 @@ ab_status launch_packed_rows_product(const PackedRowsProduct& p, int multiproces
   using Weights = PackedOperand<Format, GateUpLayout::ungated>;
   RowsProductOf<Shape, Element, RowOperand, Major::k, Epilogue, Weights> product;
   AB_RETURN_IF_ERROR(prepare_rows<Shape::kRows>("x", {const_cast<void*>(p.x), p.dtype}, p.map, p.D, &product.a));
-  prepare_packed<Shape::kColumns>(p.packed, p.first_column, p.N, static_cast<Weights*>(&product.b));
+  static_cast<PackedSource&>(product.b) =
+      packed_source<Format, GateUpLayout::ungated, Shape::kColumns>(p.packed, p.first_column, p.N);
   AB_RETURN_IF_ERROR((prepare_rows_product<Shape, Element, RowOperand, Major::k, Epilogue, Weights>(p, &product)));
   return launch_product("packed grouped GEMM", product, max_tiles(p, product), multiprocessors, stream);
 }

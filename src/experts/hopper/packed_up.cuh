@@ -9,7 +9,7 @@ namespace anabranch::cuda::hopper {
 template <class Shape, class Format, GateUpLayout kLayout>
 ab_status prepare_up_weights(const PackedUp& up, PackedOperand<Format, kLayout>* weights) {
   const int64_t columns = kLayout == GateUpLayout::gated ? up.s.F : up.s.P * up.s.F;
-  prepare_packed<Shape::kColumns>(up.packed, 0, columns, weights);
+  static_cast<PackedSource&>(*weights) = packed_source<Format, kLayout, Shape::kColumns>(up.packed, 0, columns);
   return ok();
 }
 

@@ -35,6 +35,14 @@ foreach(epilogue RowsEpilogue ScaleBiasEpilogue)
   anabranch_add_instance(hopper fp8_rows_product_${epilogue} fp8_rows_product "launch_fp8_rows_product<${epilogue}>"
                             "const Fp8RowsProduct&")
 endforeach()
+foreach(arguments "Mxfp4, GateUpLayout::gated" "Mxfp4, GateUpLayout::interleaved" "Fp8Blocks, GateUpLayout::gated")
+  string(MAKE_C_IDENTIFIER "${arguments}" name)
+  anabranch_add_instance(hopper packed_up_${name} packed_up "launch_packed_up<${arguments}>" "const PackedUp&")
+endforeach()
+foreach(format Mxfp4 Fp8Blocks)
+  anabranch_add_instance(hopper packed_rows_product_${format} packed_rows_product
+                            "launch_packed_rows_product<${format}>" "const PackedRowsProduct&")
+endforeach()
 foreach(paired x d_y)
   foreach(major mn k)
     anabranch_add_instance(hopper factor_pair_${paired}_${major} factor_pair

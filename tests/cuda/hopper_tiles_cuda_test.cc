@@ -2,6 +2,7 @@
 // (tile_choice.h); here a whole network runs with each of them.
 #include "experts/cuda/clear_padding.h"
 #include "experts/cuda/ops/workspace_sizes.h"
+#include "experts/cuda/packed_path.h"
 #include "experts/cuda/slot_gradient.h"
 #include "experts/hopper/products.h"
 #include "ffn_case.h"
@@ -178,6 +179,72 @@ class TiledNetwork {
   const int32_t* sizes_ = nullptr;
   Floats x_, w_in_, w_out_, b_out_, weights_;
 };
+
+// The kernels for packed weights, of 16 experts. No GPU is needed.
+struct PackedCase {
+  int32_t dtype = AB_BFLOAT16;
+  int32_t weights = AB_FLOAT4_E2M1X2;
+  int64_t R = 1 << 14;
+  int64_t P = 2;
+  bool interleaved = false;
+  int64_t first_column = 0;
+
+  cuda::PackedPath of_up() const {
+    alignas(16) static uint8_t memory[16];
+    cuda::PackedUp up;
+    up.s.R = up.s.T = R;
+    up.s.E = 16;
+    up.s.D = 256;
+    up.s.P = P;
+    up.s.F = 512;
+    up.s.dtype = dtype;
+    up.s.layout = {true, interleaved, true};
+    up.x = up.a = Floats(memory, dtype);
+    up.packed = {memory, memory, weights, AB_FLOAT32, P * 512, 256};
+    return chosen(up);
+  }
+  cuda::PackedPath of_down(bool weighted = false) const {
+    alignas(16) static uint8_t memory[16];
+    cuda::PackedRowsProduct down;
+    down.x = down.y = memory;
+    down.transposed = true;
+    down.dtype = dtype;
+    down.R = R;
+    down.E = 16;
+    down.D = 512;
+    down.N = down.w_columns = 256;
+    if (weighted) down.weights = Floats(memory, AB_FLOAT32);
+    down.packed = {memory, memory, weights, AB_FLOAT32, 512, 512};
+    down.first_column = first_column;
+    return chosen(down);
+  }
+
+ private:
+  template <class Operation>
+  static cuda::PackedPath chosen(const Operation& operation) {
+    auto path = cuda::PackedPath::unpacked;
+    EXPECT_OK(cuda::choose_path(operation, cuda::Device{132, 90}, &path));
+    return path;
+  }
+};
+
+TEST(PackedPaths, DependOnRowsLayoutAndDtype) {
+  using cuda::PackedPath;
+  for (const int32_t weights : {AB_FLOAT4_E2M1X2, AB_FLOAT8_E4M3}) {
+    EXPECT_EQ((PackedCase{.weights = weights}.of_up()), PackedPath::hopper);
+    EXPECT_EQ((PackedCase{.weights = weights, .first_column = 128}.of_down()), PackedPath::hopper);
+    EXPECT_EQ((PackedCase{.weights = weights, .P = 1}.of_up()), PackedPath::unpacked);
+    EXPECT_EQ((PackedCase{.dtype = AB_FLOAT16, .weights = weights}.of_up()), PackedPath::unpacked);
+    EXPECT_EQ((PackedCase{.dtype = AB_FLOAT16, .weights = weights}.of_down()), PackedPath::unpacked);
+    EXPECT_EQ((PackedCase{.weights = weights}.of_down(true)), PackedPath::unpacked);
+    EXPECT_EQ((PackedCase{.weights = weights, .R = 16}.of_up()), PackedPath::few_rows);
+    EXPECT_EQ((PackedCase{.weights = weights, .R = 16}.of_down()), PackedPath::few_rows);
+  }
+  EXPECT_EQ((PackedCase{.interleaved = true}.of_up()), PackedPath::hopper);
+  EXPECT_EQ((PackedCase{.weights = AB_FLOAT8_E4M3, .interleaved = true}.of_up()), PackedPath::unpacked);
+  EXPECT_EQ((PackedCase{.first_column = 64}.of_down()), PackedPath::hopper);
+  EXPECT_EQ((PackedCase{.weights = AB_FLOAT8_E4M3, .first_column = 64}.of_down()), PackedPath::unpacked);
+}
 
 TEST_F(HopperTilesCuda, EveryTileMatchesTheCpu) {
   unsigned seed = 1;

@@ -224,29 +224,29 @@ TEST_F(PackedCuda, FewRowsAtAnyAddressAndRank) {
 }
 
 // Rows of x are unit vectors, so results are the unpacked values, and NaN where a column has NaN or infinity.
-TEST_F(PackedFewValuesCuda, FewRowsUnpackEveryCodeAndScale) {
+void unpack_every_code_and_scale(const std::vector<int32_t>& dtypes, const std::vector<int32_t>& rows_of_experts) {
   using A = ab_grouped_matmul_combine_args;
-  constexpr int64_t kE = 9, kRows = 32;
-  for (const int32_t dtype : {AB_BFLOAT16, AB_FLOAT16}) {
+  const auto E = static_cast<int64_t>(rows_of_experts.size());
+  const int64_t rows = std::accumulate(rows_of_experts.begin(), rows_of_experts.end(), int64_t{0});
+  for (const int32_t dtype : dtypes) {
     for (const int32_t kind : {AB_FLOAT4_E2M1X2, AB_FLOAT8_E4M3}) {
       const bool fp4 = kind == AB_FLOAT4_E2M1X2;
       const int64_t N = fp4 ? 256 : 128, C = fp4 ? 32 : 128;
-      PackedTensor packed(kE, N, C, kind, fp4 ? AB_FLOAT8_E8M0 : AB_UINT8, 3);
+      PackedTensor packed(E, N, C, kind, fp4 ? AB_FLOAT8_E8M0 : AB_UINT8, 3);
       for (int64_t i = 0; i < packed.values.size(); ++i) packed.values[i] = static_cast<uint8_t>(i * 7 + i / 256);
       for (int64_t i = 0; i < packed.byte_scales.size(); ++i) {
         packed.byte_scales[i] = static_cast<uint8_t>(fp4 ? i * 5 : 120 + i);
       }
-      FloatTensor plain({kE, N, C}, dtype), x({kRows, C}, dtype), out({kRows, N}, dtype), want({kRows, N}, dtype);
+      FloatTensor plain({E, N, C}, dtype), x({rows, C}, dtype), out({rows, N}, dtype), want({rows, N}, dtype);
       PackedNetwork::fill(packed, &plain);
-      for (int64_t r = 0; r < kRows; ++r) x.set(r * C + r * 37 % C, 1.0f);
-      std::vector<int32_t> slots(kRows);
+      for (int64_t r = 0; r < rows; ++r) x.set(r * C + r * 37 % C, 1.0f);
+      std::vector<int32_t> slots(static_cast<size_t>(rows));
       std::iota(slots.begin(), slots.end(), 0);
-      const Tensor<int32_t> slot_of_row({kRows}, slots), row_of_slot({kRows, 1}, slots),
-          sizes({kE}, {9, 0, 3, 1, 2, 7, 8, 1, 1});
+      const Tensor<int32_t> slot_of_row({rows}, slots), row_of_slot({rows, 1}, slots), sizes({E}, rows_of_experts);
       int64_t strides[2][AB_MAX_RANK] = {};
-      const ab_tensor w = packed.view({kE, N, C}, {0, 1, 2}, strides[0]);
+      const ab_tensor w = packed.view({E, N, C}, {0, 1, 2}, strides[0]);
       const ab_tensor scales =
-          packed.scales_view({kE, fp4 ? N : N / kBlock, C / (fp4 ? 32 : kBlock)}, {0, 1, 2}, strides[1]);
+          packed.scales_view({E, fp4 ? N : N / kBlock, C / (fp4 ? 32 : kBlock)}, {0, 1, 2}, strides[1]);
       A args{};
       args.size = sizeof(args);
       args.transpose_w = 1;
@@ -264,6 +264,42 @@ TEST_F(PackedFewValuesCuda, FewRowsUnpackEveryCodeAndScale) {
       run(plain.view(), nullptr, want.view());
       run(&w, &scales, out.view());
       EXPECT_TRUE(out.is(want)) << dtype << " " << kind;
+    }
+  }
+}
+
+TEST_F(PackedFewValuesCuda, FewRowsUnpackEveryCodeAndScale) {
+  unpack_every_code_and_scale({AB_BFLOAT16, AB_FLOAT16}, {9, 0, 3, 1, 2, 7, 8, 1, 1});
+}
+
+TEST_F(PackedFewValuesCuda, LargerSumsUnpackEveryCodeAndScale) {
+  unpack_every_code_and_scale({AB_BFLOAT16}, {70, 0, 130, 32, 33, 31, 8, 1, 64});
+}
+
+// Hopper's kernels that decode: several tiles in both directions, more k-blocks than stages, parts of tiles and of
+// k-blocks, uneven and cold experts.
+TEST_F(PackedCuda, LargerThanTiles) {
+  const std::vector<int32_t> sizes = {300, 0, 129, 1, 64, 205};
+  for (const bool fp8 : {false, true}) {
+    const Kinds kinds = fp8 ? kFp8 : Kinds{};
+    for (const int layout : {kPfd, kFpd}) {
+      if (fp8 && layout == kFpd) continue;
+      for (const auto weighting : {Weighting::none, Weighting::early, Weighting::late}) {
+        LoraCase l =
+            fp8 ? case_of(AB_BFLOAT16, layout, 640, 384, sizes) : case_of(AB_BFLOAT16, layout, 544, 416, sizes);
+        l.c.R = 720;
+        l.c.T = 250;
+        l.c.weighting = weighting;
+        l.c.biases = weighting != Weighting::early;
+        l.c.activation = weighting == Weighting::none ? AB_SWIGLU_OAI : AB_SILU;
+        if (weighting == Weighting::early) {
+          l.r = 8;
+          l.q = 40;
+          l.shared = 5;
+        }
+        check(l, kinds);
+        if (HasFatalFailure()) return;
+      }
     }
   }
 }
@@ -319,6 +355,44 @@ TEST_F(PackedCuda, CombinedGemms) {
         EXPECT_TRUE(out.is(want)) << dtype << " " << kind << " " << transposed;
       }
     }
+  }
+}
+
+// Sums per token in several chunks of columns.
+TEST_F(PackedCuda, LargerChunksOfColumns) {
+  using A = ab_grouped_matmul_combine_args;
+  const int64_t E = 2, T = 2000, K = 2, R = 4000, N = 4096, D = 256;
+  for (const int32_t kind : {AB_FLOAT4_E2M1X2, AB_FLOAT8_E4M3}) {
+    const PackedTensor packed(E, N, D, kind, AB_FLOAT8_E8M0, 3);
+    FloatTensor plain({E, N, D}, AB_BFLOAT16), x({R, D}, AB_BFLOAT16), out({T, N}, AB_BFLOAT16),
+        want({T, N}, AB_BFLOAT16);
+    PackedNetwork::fill(packed, &plain);
+    x.fill_normal(4);
+    std::vector<int32_t> slots(static_cast<size_t>(R));
+    std::iota(slots.begin(), slots.end(), 0);
+    const Tensor<int32_t> slot_of_row({R}, slots), row_of_slot({T, K}, slots), sizes({E}, {1700, 2300});
+    int64_t strides[2][AB_MAX_RANK] = {};
+    const bool fp4 = packed.is_fp4();
+    const ab_tensor w = packed.view({E, N, D}, {0, 1, 2}, strides[0]);
+    const ab_tensor scales =
+        packed.scales_view({E, fp4 ? N : N / kBlock, D / (fp4 ? 32 : kBlock)}, {0, 1, 2}, strides[1]);
+    A args{};
+    args.size = sizeof(args);
+    args.transpose_w = 1;
+    args.x = x.view();
+    args.group_sizes = sizes.view();
+    args.slot_of_row = slot_of_row.view();
+    args.row_of_slot = row_of_slot.view();
+    const auto run = [&](const ab_tensor* weights, const ab_tensor* block_scales, const ab_tensor* result) {
+      args.w = weights;
+      args.w_block_scales = block_scales;
+      args.out = result;
+      run_on_copies(ab_cuda_grouped_matmul_combine_workspace, ab_cuda_grouped_matmul_combine, args, &A::x, &A::w,
+                    &A::group_sizes, &A::slot_of_row, &A::row_of_slot, &A::out, &A::w_block_scales);
+    };
+    run(plain.view(), nullptr, want.view());
+    run(&w, &scales, out.view());
+    EXPECT_TRUE(out.is(want)) << kind;
   }
 }
 

@@ -1,6 +1,7 @@
 // Stubs for the Hopper kernels, which the emulator does not support.
 #include "core/status.h"
 #include "experts/hopper/fp8_products.h"
+#include "experts/hopper/packed_products.h"
 #include "experts/hopper/products.h"
 
 namespace anabranch::cuda::hopper {
@@ -28,6 +29,11 @@ ab_status launch_gemm(const RowsProduct&, TileChoice, int, cudaStream_t) { retur
 ab_status launch_gemm(const IntermediateGradient&, TileChoice, int, cudaStream_t) { return refused(); }
 ab_status launch_gemm(const WeightGradient&, TileChoice, void*, int, cudaStream_t) { return refused(); }
 ab_status launch_gemm(const FactorPair&, void*, int, cudaStream_t) { return refused(); }
+
+const char* unsupported_reason(const PackedUp&) { return kReason; }
+const char* unsupported_reason(const PackedRowsProduct&) { return kReason; }
+ab_status launch_gemm(const PackedUp&, int, cudaStream_t) { return refused(); }
+ab_status launch_gemm(const PackedRowsProduct&, int, cudaStream_t) { return refused(); }
 
 const char* unsupported_reason(const Fp8Up&) { return kReason; }
 const char* unsupported_reason(const Fp8RowsProduct&) { return kReason; }

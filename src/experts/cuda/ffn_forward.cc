@@ -112,8 +112,11 @@ struct Forward {
     AB_RETURN_IF_ERROR(compute_up_of_rows(device, stream));
     AB_RETURN_IF_ERROR(compute_z(device, stream));
     if (args.y == nullptr) return ok();
-    if (plain_w_out.reads_packed()) {
-      return compute_rows_product(PackedRowsProduct{down(), plain_w_out.matrices()}, device, stream);
+    if (plain_w_out.is_packed()) {
+      const PackedRowsProduct packed{down(), plain_w_out.matrices()};
+      PackedPath path;
+      AB_RETURN_IF_ERROR(choose_path(packed, device, &path));
+      if (path != PackedPath::unpacked) return compute_rows_product(packed, path, device, stream);
     }
     return plain_w_out.for_ranges(unpacked, group_sizes(), device, stream, [&](auto range, const void* w) {
       RowsProduct op = down();
@@ -132,7 +135,12 @@ struct Forward {
     }
     if (arriving) AB_RETURN_IF_ERROR(arriving.await_all(stream));
     AB_RETURN_IF_ERROR(compute_u(device, stream));
-    if (plain_w_in.reads_packed()) return compute_up(PackedUp{up(), plain_w_in.matrices()}, device, stream);
+    if (plain_w_in.is_packed()) {
+      const PackedUp packed{up(), plain_w_in.matrices()};
+      PackedPath path;
+      AB_RETURN_IF_ERROR(choose_path(packed, device, &path));
+      if (path != PackedPath::unpacked) return compute_up(packed, path, device, stream);
+    }
     return plain_w_in.for_ranges(unpacked, group_sizes(), device, stream, [&](auto range, void* w) {
       Up op = up();
       op.range = range;

@@ -76,7 +76,9 @@ int64_t chunk_of(const ab_grouped_matmul_combine_args& args, const CombinedSizes
     const int64_t ranks = args.returning->shape.ranks;
     return exchange::return_columns(ranks, s.T / ranks, s.N, dtype_size(args.out->dtype));
   }
-  return combined_columns(s.R, s.E, s.N, s.D, args.backward != 0, is_fp8(args));
+  const int64_t columns = combined_columns(s.R, s.E, s.N, s.D, args.backward != 0, is_fp8(args));
+  const bool decodes = args.w_block_scales != nullptr && args.transpose_w != 0;
+  return decodes && columns < s.N ? whole_packed_tiles(columns) : columns;
 }
 
 MaybePacked weights_in(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s) {
@@ -137,9 +139,12 @@ ab_status multiply_and_combine(const ab_grouped_matmul_combine_args& args, const
       return fp8 == nullptr ? compute_rows_product(rows, device, stream)
                             : compute_rows_product(fp8->gemm(rows, first), device, stream);
     };
+    PackedPath path = PackedPath::unpacked;
+    const PackedRowsProduct packed{gemm(nullptr, {}), weights.matrices(), first};
+    if (weights.is_packed()) AB_RETURN_IF_ERROR(choose_path(packed, device, &path));
     AB_RETURN_IF_ERROR(
-        weights.reads_packed()
-            ? compute_rows_product(PackedRowsProduct{gemm(nullptr, {}), weights.matrices(), first}, device, stream)
+        path != PackedPath::unpacked
+            ? compute_rows_product(packed, path, device, stream)
             : weights.for_ranges(unpacked, data<const int32_t>(args.group_sizes), device, stream, multiply));
     const GatherSum sum = sum_of(args, s, first, count, buffer);
     // The GEMMs of the weight gradients follow the last chunk of a backward pass.

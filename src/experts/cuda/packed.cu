@@ -2,7 +2,7 @@
 
 #include "core/cuda/launch.h"
 #include "core/cuda/vector.cuh"
-#include "experts/packed_value.h"
+#include "experts/cuda/ops/packed_words.cuh"
 
 namespace anabranch::cuda {
 namespace {
@@ -22,11 +22,7 @@ struct Unpack {
 __device__ float scale_of(const Unpack& p, int64_t matrix, int64_t row, int64_t column) {
   const int64_t blocks = p.from.C / kScaleBlock;
   const int64_t i = (matrix * (p.from.N / kScaleBlock) + row / kScaleBlock) * blocks + column / kScaleBlock;
-  switch (p.from.scales_dtype) {
-    case AB_FLOAT32: return static_cast<const float*>(p.from.scales)[i];
-    case AB_BFLOAT16: return to_float(static_cast<const BFloat16*>(p.from.scales)[i]);
-    default: return e8m0_value(static_cast<const uint8_t*>(p.from.scales)[i]);
-  }
+  return block_scale(p.from.scales, p.from.scales_dtype, i);
 }
 
 // Stores elements first ... first + 16 / sizeof(T) - 1 of a chunk.

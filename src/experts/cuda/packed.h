@@ -1,5 +1,5 @@
-// Packed weights (MXFP4 and FP8 blocks) on CUDA. GEMMs of few rows read them as they are; for other GEMMs ranges of
-// experts are unpacked into scratch memory.
+// Packed weights (MXFP4 and FP8 blocks) on CUDA. Some GEMMs read them as they are (packed_path.h); for other GEMMs
+// ranges of experts are unpacked into scratch memory.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -28,8 +28,8 @@ ab_status pack_mxfp4(const void* w, int32_t dtype, int64_t blocks, bool ceil, ui
 // Weights [E, N, C] of a GEMM that may be packed.
 class MaybePacked {
  public:
-  // scales: NULL if the weights are not packed. dtype: of the GEMM. reads_packed: whether the GEMM sums over C and
-  // reads packed weights as they are.
+  // scales: NULL if the weights are not packed. dtype: of the GEMM. reads_packed: whether the GEMM reads packed weights
+  // as they are on every device, so that there is no scratch memory.
   MaybePacked(const ab_tensor* w, const ab_tensor* scales, int64_t E, int64_t N, int64_t C, int32_t dtype,
               bool reads_packed = false)
       : is_packed_(scales != nullptr),
@@ -41,8 +41,7 @@ class MaybePacked {
     matrices_ = {data<const uint8_t>(w), scales->data, w->dtype, scales->dtype, N, C};
   }
 
-  // Whether the GEMM reads matrices(); else it reads what for_ranges() provides.
-  bool reads_packed() const { return reads_packed_; }
+  bool is_packed() const { return is_packed_; }
   const PackedMatrices& matrices() const { return matrices_; }
 
   // Bytes of the scratch memory.

@@ -7,6 +7,7 @@
 #include "experts/cuda/total_rows.h"
 #include "experts/few_rows/products.h"
 #include "experts/hopper/fp8_products.h"
+#include "experts/hopper/packed_products.h"
 
 namespace anabranch::cuda {
 namespace {
@@ -44,12 +45,16 @@ ab_status compute_rows_product(const RowsProduct& p, const Device& device, cudaS
   return clear_padding(p.map, {p.y, p.dtype}, p.R, p.N, multiprocessors, stream);
 }
 
-ab_status compute_up(const PackedUp& up, const Device& device, cudaStream_t stream) {
-  return few_rows::launch_gemm(up, device.multiprocessors, stream);
+ab_status compute_up(const PackedUp& up, PackedPath path, const Device& device, cudaStream_t stream) {
+  return path == PackedPath::hopper ? hopper::launch_gemm(up, device.multiprocessors, stream)
+                                    : few_rows::launch_gemm(up, device.multiprocessors, stream);
 }
 
-ab_status compute_rows_product(const PackedRowsProduct& product, const Device& device, cudaStream_t stream) {
-  return few_rows::launch_gemm(product, device.multiprocessors, stream);
+ab_status compute_rows_product(const PackedRowsProduct& p, PackedPath path, const Device& device, cudaStream_t stream) {
+  const int multiprocessors = device.multiprocessors;
+  if (path == PackedPath::few_rows) return few_rows::launch_gemm(p, multiprocessors, stream);
+  AB_RETURN_IF_ERROR(hopper::launch_gemm(p, multiprocessors, stream));
+  return p.skips_rest ? ok() : clear_padding(p.map, {p.y, p.dtype}, p.R, p.N, multiprocessors, stream);
 }
 
 ab_status compute_intermediate_gradient(const IntermediateGradient& g, const Device& device, cudaStream_t stream) {

@@ -14,6 +14,7 @@
 #include "experts/cuda/ops/rows_product.h"
 #include "experts/cuda/ops/up.h"
 #include "experts/cuda/ops/weight_gradient.h"
+#include "experts/cuda/packed_path.h"
 
 namespace anabranch::cuda {
 
@@ -22,9 +23,10 @@ ab_status compute_rows_product(const RowsProduct& product, const Device& device,
 ab_status compute_intermediate_gradient(const IntermediateGradient& gradient, const Device& device,
                                         cudaStream_t stream);
 
-// Packed weights, for sizes that reads_packed() accepts.
-ab_status compute_up(const PackedUp& up, const Device& device, cudaStream_t stream);
-ab_status compute_rows_product(const PackedRowsProduct& product, const Device& device, cudaStream_t stream);
+// Packed weights that are not unpacked: path is what choose_path() returns, and not `unpacked`.
+ab_status compute_up(const PackedUp& up, PackedPath path, const Device& device, cudaStream_t stream);
+ab_status compute_rows_product(const PackedRowsProduct& product, PackedPath path, const Device& device,
+                               cudaStream_t stream);
 
 // Number of partial sums of <da', a> that the gradient writes; at most max_dot_parts(F).
 int64_t dot_parts(const IntermediateGradient& gradient, const Device& device);

@@ -5,27 +5,22 @@
 //            neither copies nor reads have bank conflicts
 //
 // In a step of 32 k a lane gets 8 consecutive k of one column of each part, like a lane that reads 16-bit weights.
-// Values have the bits that ab_unpack writes.
 #pragma once
 
 #include <cstdint>
 #include <type_traits>
 
-#include "core/cuda/access.cuh"
 #include "core/cuda/copy_groups.cuh"
-#include "core/cuda/pairs.cuh"
 #include "core/cuda/warp.cuh"
 #include "experts/cuda/ops/packed.h"
-#include "experts/packed_value.h"
+#include "experts/cuda/ops/packed_words.cuh"
 
 namespace anabranch::cuda::few_rows {
 
 constexpr int kChunkSteps = 4;
 
-// A lane's weights of one step: elements k, ..., k + 7 of a column, two per word.
-struct LaneWeights {
-  uint32_t words[4];
-};
+// A lane's weights of one step: elements k, ..., k + 7 of a column.
+using LaneWeights = EightElements;
 
 // A lane's columns of a unit: one of each part. All columns of all experts are numbered, in stored order.
 struct LaneColumns {
@@ -97,8 +92,8 @@ struct Fp4Format {
     }
   }
 
-  // decode() yields 2^-126 times the values of codes. If no scale of the warp is 128 or more, one factor restores both
-  // powers of 2: the fast way for bfloat16.
+  // decode_codes() yields 2^-126 times the values of codes. If no scale of the warp is 128 or more, one factor restores
+  // both powers of 2: the fast way for bfloat16.
   template <class Element>
   static __device__ __forceinline__ bool allows_fast(const Scales& scales) {
     return !std::is_same_v<Element, BFloat16> ||
@@ -112,20 +107,18 @@ struct Fp4Format {
     if constexpr (kFast && std::is_same_v<Element, BFloat16>) {  // 2^(scale - 1)
       return scales.parts[0] * 0x80u + scales.parts[1] * 0x800000u + 0x3f003f00u;
     }
-    const auto factor = [](uint32_t scale) { return bits_of(e8m0_value(static_cast<uint8_t>(scale))) >> 16; };
-    return factor(scales.parts[0]) | factor(scales.parts[1]) << 16;
+    return mx_factor(scales.parts[0]) | mx_factor(scales.parts[1]) << 16;
   }
 
   // chunk: the lane's column of part 0 in shared memory.
   template <class Element, bool kFast>
   static __device__ __forceinline__ void load(const char* chunk, int column, int step, uint32_t factors,
                                               LaneWeights (&w)[2]) {
-    constexpr uint32_t kTwoTo126 = 0x7e807e80u;
     const uint32_t of_step = __shfl_sync(kAllLanes, factors, step, 4);
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
       const char* const piece = chunk + part * 8 * kColumnBytes + (step ^ column / 2) * 16;
-      w[part] = decode(*reinterpret_cast<const uint32_t*>(piece + lane_index() % 4 * 4));
+      w[part] = decode_codes(*reinterpret_cast<const uint32_t*>(piece + lane_index() % 4 * 4));
       const uint32_t factor = part == 0 ? select_bytes<0x1010>(of_step, 0) : select_bytes<0x3232>(of_step, 0);
 #pragma unroll
       for (uint32_t& word : w[part].words) {
@@ -139,21 +132,6 @@ struct Fp4Format {
         }
       }
     }
-  }
-
-  // Eight codes as bfloat16. The sign moves to bit 15 and the magnitude to bits 8 to 6, across the border of exponent
-  // and mantissa: this is 2^-126 times the value of the code, also for 0.5, a denormal number.
-  static __device__ __forceinline__ LaneWeights decode(uint32_t codes) {
-    const uint32_t magnitudes = codes & 0x77777777u;
-    const uint32_t signs = codes >> 2 & 0x22222222u;
-    return {{spread<0x8840>(magnitudes, signs), spread<0x8851>(magnitudes, signs), spread<0x8862>(magnitudes, signs),
-             spread<0x8873>(magnitudes, signs)}};
-  }
-  // Two codes. The selected bytes have the first code in bits 0 to 2 and 9, the second in bits 4 to 6 and 13. The sum
-  // of copies shifted by 6 and 18 has both in their places; carries of other bits do not reach these.
-  template <uint32_t kSelector>
-  static __device__ __forceinline__ uint32_t spread(uint32_t magnitudes, uint32_t signs) {
-    return select_bytes<kSelector>(magnitudes, signs) * 0x40040u & 0x81c081c0u;
   }
 };
 
@@ -215,13 +193,7 @@ struct Fp8Format {
   template <class Element, bool kFast>
   static __device__ __forceinline__ FloatPair factors_of(const PackedMatrices& w, const Source& source,
                                                          const Scales& /*scales*/) {
-    const auto scale = [&](int64_t i) {
-      switch (w.scales_dtype) {
-        case AB_FLOAT32: return static_cast<const float*>(w.scales)[i];
-        case AB_BFLOAT16: return to_float(static_cast<const BFloat16*>(w.scales)[i]);
-        default: return e8m0_value(static_cast<const uint8_t*>(w.scales)[i]);
-      }
-    };
+    const auto scale = [&](int64_t i) { return block_scale(w.scales, w.scales_dtype, i); };
     return {scale(source.scales[0]), scale(source.scales[1])};
   }
 
@@ -233,12 +205,7 @@ struct Fp8Format {
     for (int part = 0; part < 2; ++part) {
       const int piece = (2 * step + lane / 2) ^ column % 4 * 2;
       const auto codes = *reinterpret_cast<const uint2*>(chunk + part * 8 * kColumnBytes + piece * 16 + lane % 2 * 8);
-      const float scale = part == 0 ? factors.x : factors.y;
-      const auto pair = [&](uint32_t bytes) {
-        const FloatPair values = e4m3_pair(bytes);
-        return pack<Element>(values.x * scale, values.y * scale);
-      };
-      w[part] = {{pair(codes.x), pair(codes.x >> 16), pair(codes.y), pair(codes.y >> 16)}};
+      w[part] = decode_e4m3<Element>(codes.x, codes.y, part == 0 ? factors.x : factors.y);
     }
   }
 };

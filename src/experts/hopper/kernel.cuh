@@ -2,7 +2,7 @@
 //
 //   producer   warp 0       issues TMA loads
 //              warp 1       runs the tile scheduler, fills the tile queue
-//              all 4 warps  copy gathered rows (cp.async), if an operand is gathered
+//              all 4 warps  copy gathered rows (cp.async), if an operand is gathered; decode packed weights
 //   consumers               take tiles from the queue, issue wgmma, run the epilogue
 //                           cooperative: both work on one tile; ping-pong: one tile each, alternating
 #pragma once
@@ -96,10 +96,12 @@ class GroupedProduct {
 
  private:
   // Registers per thread after setmaxnreg. Every thread starts with 65536 / kThreads, rounded down to a multiple of 8.
-  // FP8 producers get 56, and so do gathering ones unless the epilogue needs the registers; others get 40.
-  static constexpr bool kLargeProducer = kGathers && !P::Epilogue::template kNeedsRegisters<Shape>;
-  static constexpr int kProducerRegisters = OperandA::kScaled || kLargeProducer ? 56 : 40;
-  static constexpr int kConsumerRegisters = OperandA::kScaled || kLargeProducer ? 224 : 232;
+  // Producers that gather and decode get 72. Those that decode, for FP8, or gather get 56, but gathering ones only if
+  // the epilogue does not need the registers; others get 40.
+  static constexpr bool kLargeProducer =
+      OperandA::kScaled || OperandB::kPacked || (kGathers && !P::Epilogue::template kNeedsRegisters<Shape>);
+  static constexpr int kProducerRegisters = OperandB::kPacked && OperandA::kGathered ? 72 : kLargeProducer ? 56 : 40;
+  static constexpr int kConsumerRegisters = (504 - kProducerRegisters) / 16 * 8;
   static_assert(kProducerRegisters + Shape::kConsumers * kConsumerRegisters <= 65536 / Shape::kThreads / 8 * 8 * 3,
                 "the warpgroups may not take more registers than the kernel starts with");
 
@@ -131,7 +133,8 @@ class GroupedProduct {
   __device__ void consume(int warpgroup) {
     const int first_tile = Shape::kTilesInFlight == 1 ? 0 : warpgroup;
     SubtileWriter writer(shared_.subtiles[reload_consumer_warp()]);
-    constexpr bool kInRegister = !P::Epilogue::kNeedsPositionRegister && !OperandA::kScaled;
+    // A decoding producer leaves no register for the tile index, either.
+    constexpr bool kInRegister = !P::Epilogue::kNeedsPositionRegister && !OperandA::kScaled && !OperandB::kPacked;
     int position = first_tile;
     LateSubtiles<kDefersStores ? Shape::kColumns / kDeferredColumns : 0> late;
     const auto write_next = [&] {

@@ -5,6 +5,7 @@
 #include "core/major.h"
 #include "experts/cuda/ops/factor_pair.h"
 #include "experts/cuda/ops/fp8.h"
+#include "experts/cuda/ops/packed.h"
 #include "experts/cuda/ops/tiles/segments.h"
 #include "experts/hopper/gate_up_layout.h"
 #include "experts/hopper/products.h"
@@ -38,6 +39,14 @@ ab_status launch_rows_product(const RowsProduct& product, TileChoice tile, int m
 // GEMMs of low-rank rows (RowsProduct::thin). kMajorB: of the factor; mn as stored, k transposed.
 template <Major kMajorB>
 ab_status launch_thin_product(const RowsProduct& product, TileChoice tile, int multiprocessors, cudaStream_t stream);
+
+// GEMMs with packed weights, which the producer decodes. Format: the type of the weights.
+struct Mxfp4;
+struct Fp8Blocks;
+template <class Format, GateUpLayout kLayout>
+ab_status launch_packed_up(const PackedUp& up, int multiprocessors, cudaStream_t stream);
+template <class Format>
+ab_status launch_packed_rows_product(const PackedRowsProduct& product, int multiprocessors, cudaStream_t stream);
 
 // FP8 (e4m3) GEMMs with K-major weights; one tile shape.
 template <GateUpLayout kLayout>

@@ -16,8 +16,16 @@
 
 namespace anabranch::cuda::hopper {
 
+// Packed k-blocks that wait to be decoded; each thread uses a part of its own.
+template <int kBytes>
+struct PackedMemory {
+  alignas(1024) char packed[kBytes];
+};
+template <>
+struct PackedMemory<0> {};
+
 template <class Shape>
-struct OperandRing {
+struct OperandRing : PackedMemory<Shape::kPackedBytes> {
   using Position = RingPosition<Shape::kStages>;
 
   char a[Shape::kStages][Shape::kBytesA];
@@ -59,6 +67,16 @@ struct OperandRing {
   }
 };
 
+// Arrives for this thread's part of a k-block: at once if the thread has written it itself and copied nothing.
+template <class OperandA, class OperandB>
+__device__ __forceinline__ void arrive_for_gathered(Barrier& full) {
+  if constexpr (OperandB::kPacked && !OperandA::kGathered) {
+    full.arrive();
+  } else if constexpr (OperandA::kGathered || OperandB::kGathered) {
+    full.arrive_after_copies();
+  }
+}
+
 // Loads the k-blocks of a tile into the ring. Called by the leading warp, or by all four warps of the warpgroup if an
 // operand is gathered.
 template <class Shape, class OperandA, class OperandB>
@@ -66,7 +84,14 @@ __device__ __forceinline__ void load_k_blocks(OperandRing<Shape>& ring, const Op
                                               const Tile& tile, bool is_leader) {
   const uint32_t bytes = a.template bytes<Shape::kRows>(tile) + b.template bytes<Shape::kColumns>(tile);
   typename OperandA::template Gather<Shape::kRows> gather_a(a, tile);
-  typename OperandB::template Gather<Shape::kColumns> gather_b(b, tile);
+  auto gather_b = [&] {
+    using Gather = typename OperandB::template Gather<Shape::kColumns>;
+    if constexpr (OperandB::kPacked) {
+      return Gather(b, tile, shared_address(ring.packed));
+    } else {
+      return Gather(b, tile);
+    }
+  }();
   auto at = OperandRing<Shape>::Position::nth(tile.first_k_block);
   // Fills a stage with loads that `load` issues, of `bytes` in total.
   const auto load_by_tma = [&](uint32_t bytes, const auto& load) {
@@ -77,7 +102,7 @@ __device__ __forceinline__ void load_k_blocks(OperandRing<Shape>& ring, const Op
       full.arrive_and_expect(bytes);
       load(full, Multicast<Shape::kBlocks>::make(tile.multicasts_b != 0));
     }
-    if constexpr (OperandA::kGathered) full.arrive_after_copies();  // without copies it arrives at once
+    if constexpr (OperandA::kGathered || OperandB::kPacked) arrive_for_gathered<OperandA, OperandB>(full);
     at.advance();
   };
   if constexpr (OperandB::kMayHaveBias) {
@@ -101,7 +126,7 @@ __device__ __forceinline__ void load_k_blocks(OperandRing<Shape>& ring, const Op
     }
     gather_a.copy(shared_address(ring.a[at.stage]), tile, k_block);
     gather_b.copy(shared_address(ring.b[at.stage]), tile, k_block);
-    if constexpr (OperandA::kGathered || OperandB::kGathered) full.arrive_after_copies();
+    arrive_for_gathered<OperandA, OperandB>(full);
   }
   if constexpr (OperandB::kMayHaveLowRank) {
     if (tile.k_blocks == 0) return;

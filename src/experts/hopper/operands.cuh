@@ -2,7 +2,8 @@
 //
 // load() is called by one thread. It issues loads that complete on `barrier`, which expects the bytes of all panels,
 // including those that other CTAs of the cluster multicast. With kGathered, the four warps of the producer warpgroup
-// copy the operand instead, see Gather. prefetch_maps() is called before the first load.
+// copy the operand instead, see Gather; with kPacked they also decode it (packed_operand.cuh). prefetch_maps() is
+// called before the first load.
 #pragma once
 
 #include "core/cuda/tma.cuh"
@@ -13,6 +14,7 @@ namespace anabranch::cuda::hopper {
 
 struct LoadedByTma {
   static constexpr bool kGathered = false;
+  static constexpr bool kPacked = false;
   static constexpr bool kMayHaveBias = false;
   static constexpr bool kMayHaveLowRank = false;
   static constexpr bool kScaled = false;
@@ -28,6 +30,7 @@ struct LoadedByTma {
 
 struct LoadedByThreads : GatherSource {
   static constexpr bool kGathered = true;
+  static constexpr bool kPacked = false;
   static constexpr bool kMayHaveBias = false;
   static constexpr bool kMayHaveLowRank = false;
   static constexpr bool kScaled = false;

@@ -27,11 +27,11 @@ ab_status prepare_epilogue(const RowsProduct& p, ScaleBiasEpilogue<Element>* out
   return prepare_epilogue(p, &out->y);
 }
 
-template <Major kMajorB>
-using RowsProductWeights = LowRankOperand<BiasedOperand<WeightOperand<kMajorB>>, WeightOperand<kMajorB>>;
-template <class Shape, class Element, class OperandA, Major kMajorB, class Epilogue>
-using RowsProductOf = Product<Shape, Element, OperandA, RowsProductWeights<kMajorB>, RowTiles,
-                              RowTileScheduler<Shape::kRows, Shape::kColumns, Shape::kBlocks>, Epilogue>;
+// Weights: the operand of W; adapters are never packed.
+template <class Shape, class Element, class OperandA, Major kMajorB, class Epilogue,
+          class Weights = WeightOperand<kMajorB>>
+using RowsProductOf = Product<Shape, Element, OperandA, LowRankOperand<BiasedOperand<Weights>, WeightOperand<kMajorB>>,
+                              RowTiles, RowTileScheduler<Shape::kRows, Shape::kColumns, Shape::kBlocks>, Epilogue>;
 
 // Makes the map of E matrices `w` for contractions of length D.
 template <class Shape, Major kMajorB>
@@ -44,12 +44,11 @@ ab_status prepare_weights(const RowsProduct& p, const void* w, int64_t E, int64_
   }
 }
 
-// Prepares all arguments except operand A.
-template <class Shape, class Element, class OperandA, Major kMajorB, class Epilogue>
+// Prepares all arguments except operand A and the weights.
+template <class Shape, class Element, class OperandA, Major kMajorB, class Epilogue, class MainWeights>
 ab_status prepare_rows_product(const RowsProduct& p,
-                               RowsProductOf<Shape, Element, OperandA, kMajorB, Epilogue>* product) {
+                               RowsProductOf<Shape, Element, OperandA, kMajorB, Epilogue, MainWeights>* product) {
   using Weights = WeightOperand<kMajorB>;
-  AB_RETURN_IF_ERROR((prepare_weights<Shape, kMajorB>(p, p.w, p.E, p.D, static_cast<Weights*>(&product->b))));
   AB_RETURN_IF_ERROR(
       prepare_low_rank<Shape::kRows>(p.low_rank, p.dtype, p.E, &product->b, [&](int64_t E, Weights* factor) {
         return prepare_weights<Shape, kMajorB>(p, p.low_rank.b, E, p.low_rank.rank, factor);
@@ -75,7 +74,10 @@ template <class Shape, class Element, Major kMajorB, class Epilogue>
 ab_status launch_rows_product(const RowsProduct& p, int multiprocessors, cudaStream_t stream) {
   RowsProductOf<Shape, Element, RowOperand, kMajorB, Epilogue> product;
   AB_RETURN_IF_ERROR(prepare_rows<Shape::kRows>("x", {const_cast<void*>(p.x), p.dtype}, p.map, p.D, &product.a));
-  AB_RETURN_IF_ERROR((prepare_rows_product<Shape, Element, RowOperand, kMajorB, Epilogue>(p, &product)));
+  AB_RETURN_IF_ERROR(
+      (prepare_weights<Shape, kMajorB>(p, p.w, p.E, p.D, static_cast<WeightOperand<kMajorB>*>(&product.b))));
+  AB_RETURN_IF_ERROR(
+      (prepare_rows_product<Shape, Element, RowOperand, kMajorB, Epilogue, WeightOperand<kMajorB>>(p, &product)));
   return launch_product("grouped GEMM", product, max_tiles(p, product), multiprocessors, stream);
 }
 

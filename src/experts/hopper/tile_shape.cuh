@@ -21,6 +21,7 @@ struct TileShape {
   static constexpr int kStages = kStages_;  // k-blocks of operands in shared memory
   static constexpr int kTilesInFlight = kSchedule == Schedule::ping_pong ? 2 : 1;
   static constexpr int kBlocks = kBlocks_;
+  static constexpr int kPackedBytes = 0;  // of packed operands in shared memory
 
   static constexpr int kConsumers = 2;                                 // warpgroups
   static constexpr int kTileWarpgroups = kConsumers / kTilesInFlight;  // per tile
@@ -40,6 +41,9 @@ using Tile128x256 = TileShape<128, 256, 4, Schedule::cooperative>;
 using Tile128x192 = TileShape<128, 192, 4, Schedule::ping_pong>;
 using Tile128x128 = TileShape<128, 128, 6, Schedule::ping_pong>;
 using Tile128x64 = TileShape<128, 64, 8, Schedule::ping_pong>;
+struct PackedTile128x256 : TileShape<128, 256, 3, Schedule::cooperative> {
+  static constexpr int kPackedBytes = 48 << 10;
+};
 
 // Tile shape for clusters of two CTAs.
 template <class Shape>

@@ -54,17 +54,19 @@ ab_status prepare_up_bias(const Up& up, WeightOperand<Major::mn, kScale>* bias) 
   return make_bias_map(up, 0, up.s.P * up.s.F, &bias->map);
 }
 
-template <class Shape, class Element, class OperandA, GateUpLayout kLayout, Major kMajor, class Tiles = RowTiles>
-ab_status launch_up(const Up& up, int multiprocessors, cudaStream_t stream) {
+// MainWeights: the operand of W_in; adapters are never packed.
+template <class Shape, class Element, class OperandA, GateUpLayout kLayout, Major kMajor, class Tiles = RowTiles,
+          class MainWeights = UpWeights<kLayout, kMajor>, class Operation = Up>
+ab_status launch_up(const Operation& up, int multiprocessors, cudaStream_t stream) {
   constexpr int kParts = parts_of(kLayout);
   constexpr int kWidth = Shape::kColumns / kParts;  // columns of `a`
   const FfnSizes& s = up.s;
   using Weights = UpWeights<kLayout, kMajor>;
-  Product<Shape, Element, OperandA, OperandOfTiles<Tiles, BiasedOperand<Weights>, Weights>, Tiles,
+  Product<Shape, Element, OperandA, OperandOfTiles<Tiles, BiasedOperand<MainWeights>, Weights>, Tiles,
           RowTileScheduler<Shape::kRows, kWidth, Shape::kBlocks, Tiles>, UpEpilogue<Element, kLayout>>
       product;
   AB_RETURN_IF_ERROR(prepare_rows<Shape::kRows>("x", up.x, up.map, s.D, &product.a));
-  AB_RETURN_IF_ERROR(prepare_up_weights<Shape>(up, static_cast<Weights*>(&product.b)));
+  AB_RETURN_IF_ERROR(prepare_up_weights<Shape>(up, static_cast<MainWeights*>(&product.b)));
   product.b.bias_blocks = up.b_in.data == nullptr ? 0 : 1;
   if (up.b_in.data != nullptr) AB_RETURN_IF_ERROR(prepare_up_bias(up, &product.b.bias));
   if constexpr (std::is_same_v<Tiles, RowTiles>) {

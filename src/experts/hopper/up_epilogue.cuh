@@ -52,6 +52,9 @@ struct UpEpilogue : NoPrefetch {
                       a_words + half * (Values::kCount / 4));
         }
         writer.write_packed_subtile(Destination{a, columns}, tile, row, column, a_words);
+      } else if constexpr (Shape::kPackedBytes > 0) {
+        write_by_eights(writer, tile, row, column, acc + column / 2, acc + (kWidth * (kParts - 1) + column) / 2, rows,
+                        all_real);
       } else {
         const float* parts[kParts];
 #pragma unroll
@@ -130,6 +133,39 @@ struct UpEpilogue : NoPrefetch {
     } else {
       write_h(writer, tile, row, column, {gate.values}, result);
     }
+  }
+
+  // Writes a subtile of h, if it is requested, and of `a`. Eight accumulators at a time take fewer registers.
+  __device__ __forceinline__ void write_by_eights(SubtileWriter& writer, const Tile& tile, int row, int column,
+                                                  const float* gate_acc, const float* up_acc, const RowPair& rows,
+                                                  bool all_real) const {
+    constexpr int kEight = 8;
+    if (writes_h) {
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        Values values(part == 0 ? gate_acc : up_acc);
+        if (!all_real) values.clear_padding(rows);
+        writer.write_subtile(Destination{h[part], columns}, tile, row, column, values.values);
+      }
+    }
+    uint32_t words[Values::kCount / 2];
+#pragma unroll
+    for (int first = 0; first < Values::kCount; first += kEight) {
+      float gate[kEight];
+      float up[kEight];
+      copy_accumulators(gate, gate_acc + first);
+      copy_accumulators(up, up_acc + first);
+#pragma unroll
+      for (int i = 0; i < kEight; ++i) {
+        if (!rows.real[i / 2 % 2]) gate[i] = up[i] = 0.0f;
+      }
+      float result[kEight];
+      activate_columns(gate, up, result);
+      weight(result, rows);
+#pragma unroll
+      for (int i = 0; i < kEight; i += 2) words[(first + i) / 2] = pack<Element>(result[i], result[i + 1]);
+    }
+    writer.write_packed_subtile(Destination{a, columns}, tile, row, column, words);
   }
 
   // Like write_h(), for one subtile of interleaved columns, which `column` counts: every pair of accumulators is a

@@ -26,6 +26,12 @@ inline int64_t combined_columns(int64_t R, int64_t E, int64_t N, int64_t D, bool
   return chunk_columns(R, E, N, D, backward, wide_tiles ? 256 : 192);
 }
 
+// The columns of a chunk in whole tiles of the kernels that decode packed weights; not more than `columns`.
+inline int64_t whole_packed_tiles(int64_t columns) {
+  constexpr int64_t kTileColumns = 256;
+  return columns < kTileColumns ? columns : columns / kTileColumns * kTileColumns;
+}
+
 // Packed weights [E, N, C] are unpacked for as many experts at once as fit this memory, but at least for one.
 #if !defined(ANABRANCH_UNPACKED_BYTES)
 #define ANABRANCH_UNPACKED_BYTES (int64_t{512} << 20)

@@ -1,0 +1,246 @@
+// Packed weights (MXFP4, FP8 blocks) as operand B of a GEMM over rows. The producer warpgroup copies their bytes to
+// shared memory several k-blocks ahead, and decodes one k-block at a time into a stage of the ring, as bfloat16.
+//
+//   piece   16 bytes of a column, which share a scale: 32 elements of MXFP4 or 16 of e4m3
+//   step    one piece per thread of the warpgroup: 64 (MXFP4) or 32 (e4m3) columns of a k-block
+//
+// A thread decodes the pieces that it has copied itself, so copies need no barrier. Scales come through registers, one
+// k-block ahead. Eight adjacent lanes write all eight chunks of the swizzle, so there are no bank conflicts.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "core/cuda/copy_groups.cuh"
+#include "core/cuda/shared.cuh"
+#include "core/cuda/tile_memory.cuh"
+#include "core/cuda/warp.cuh"
+#include "experts/cuda/ops/packed.h"
+#include "experts/cuda/ops/packed_words.cuh"
+#include "experts/cuda/ops/tiles/tile.cuh"
+#include "experts/hopper/gate_up_layout.h"
+
+namespace anabranch::cuda::hopper {
+
+// Matrices [E, N, C] with a scale per kScaleColumns x kScaleElements elements.
+struct Mxfp4 {
+  static constexpr int kElements = 32;  // per piece
+  static constexpr int kScaleElements = static_cast<int>(kMxBlock);
+  static constexpr int kScaleColumns = 1;
+  static constexpr bool kAlwaysFast = false;
+  using Scale = uint32_t;
+
+  static __device__ __forceinline__ Scale load_scale(const void* scales, int32_t, uint32_t i) {
+    return static_cast<const uint8_t*>(scales)[i];
+  }
+
+  // decode_codes() yields 2^-126 times the values of codes. If no scale of the warp is 128 or more, one factor restores
+  // both powers of 2.
+  template <int kScales>
+  static __device__ __forceinline__ bool is_fast(const Scale (&scales)[kScales]) {
+    uint32_t bits = 0;
+#pragma unroll
+    for (const Scale scale : scales) bits |= scale;
+    return __any_sync(kAllLanes, bits >= 128u) == 0;
+  }
+
+  // store(i, elements): the i-th eight elements of the piece.
+  template <bool kFast, class Store>
+  static __device__ __forceinline__ void decode(const uint4& piece, Scale scale, const Store& store) {
+    const uint32_t factors = kFast ? scale * 0x800080u + 0x3f003f00u : mx_factor(scale) * 0x10001u;
+    const uint32_t codes[] = {piece.x, piece.y, piece.z, piece.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      EightElements eight = decode_codes(codes[i]);
+      if constexpr (!kFast) {
+#pragma unroll
+        for (uint32_t& word : eight.words) word = multiply_bfloat16(word, kTwoTo126);
+      }
+#pragma unroll
+      for (uint32_t& word : eight.words) word = multiply_bfloat16(word, factors);
+      store(i, eight);
+    }
+  }
+};
+
+struct Fp8Blocks {
+  static constexpr int kElements = 16;
+  static constexpr int kScaleElements = static_cast<int>(kScaleBlock);
+  static constexpr int kScaleColumns = static_cast<int>(kScaleBlock);
+  static constexpr bool kAlwaysFast = true;
+  using Scale = float;
+
+  static __device__ __forceinline__ Scale load_scale(const void* scales, int32_t dtype, uint32_t i) {
+    return block_scale(scales, dtype, i);
+  }
+
+  template <bool kFast, class Store>
+  static __device__ __forceinline__ void decode(const uint4& piece, Scale scale, const Store& store) {
+    store(0, decode_e4m3<BFloat16>(piece.x, piece.y, scale));
+    store(1, decode_e4m3<BFloat16>(piece.z, piece.w, scale));
+  }
+};
+
+constexpr int kDecoders = 128;  // threads of the producer warpgroup
+
+// The columns of a tile are adjacent in memory, or half of them are gate columns and the others the same columns of up.
+struct PackedSource {
+  const uint8_t* values;
+  const void* scales;
+  int32_t scales_dtype;
+  int32_t first_column;    // of a window of columns
+  int32_t columns;         // of the window, or of the gate; tiles may end beyond it
+  int32_t expert_columns;  // N
+  uint32_t column_pieces;  // pieces and scales are counted in 32 bits
+  uint32_t step;           // from a piece to that of the next step
+  uint32_t part_step;      // from a piece of the gate's last step to that of up's first step
+  uint32_t column_scales;  // likewise for scales
+  uint32_t scale_step;
+  uint32_t part_scale_step;
+};
+
+// How the pieces of a k-block are divided among steps, and steps among scales.
+template <class Format, GateUpLayout kLayout, int kColumns>
+struct PackedSteps {
+  static constexpr int kPieces = kBlockK / Format::kElements;  // per column
+  static constexpr int kStepColumns = kDecoders / kPieces;
+  static constexpr int kSteps = kColumns / kStepColumns;
+  static constexpr int kParts = kLayout == GateUpLayout::gated ? 2 : 1;
+  static constexpr int kPartSteps = kSteps / kParts;
+  static constexpr int kScaleSteps = std::max(Format::kScaleColumns / kStepColumns, 1);  // per scale
+  static constexpr int kScales = kSteps / kScaleSteps;
+  static_assert(kPartSteps % kScaleSteps == 0, "a scale belongs to the gate or to up");
+};
+
+// A thread's share of decoding the panels of a tile's k-blocks, see Gather.
+template <class Format, GateUpLayout kLayout, int kColumns, int kMemoryBytes>
+class PackedGather : PackedSteps<Format, kLayout, kColumns> {
+  using Steps = PackedSteps<Format, kLayout, kColumns>;
+  using Steps::kPartSteps, Steps::kPieces, Steps::kScales, Steps::kScaleSteps, Steps::kStepColumns, Steps::kSteps;
+  using Scale = typename Format::Scale;
+  static constexpr int kStepBytes = kDecoders * 16;  // in shared memory
+  static constexpr int kStages = kMemoryBytes / (kSteps * kStepBytes);
+
+ public:
+  // memory: kMemoryBytes of shared memory. Starts to copy the first k-blocks.
+  __device__ __forceinline__ PackedGather(const PackedSource& from, const Tile& tile, uint32_t memory) : from_(from) {
+    constexpr int kColumnScale = kLayout == GateUpLayout::interleaved ? 2 : 1;
+    const int thread = warp_index() % 4 * kWarp + lane_index();
+    const int column = thread / kPieces;  // of step 0, in the tile
+    const int piece = thread % kPieces;
+    const int32_t tile_column = kColumnScale * tile.column;
+    columns_left_ = from.columns - tile_column - column;
+    k_left_ = tile.end_k - piece * Format::kElements;
+    const auto stored =
+        static_cast<uint32_t>(tile.expert * from.expert_columns + from.first_column + tile_column + column);
+    pieces_ = stored * from.column_pieces + piece;
+    scales_ = stored / Format::kScaleColumns * from.column_scales + piece * Format::kElements / Format::kScaleElements;
+    slot_ = memory + thread * 16;
+    place_ = swizzled(column, piece * (Format::kElements / 8));
+#pragma unroll 1  // the producer has few registers
+    for (int k_block = 0; k_block + 1 < kStages; ++k_block) prefetch(tile, k_block, k_block);
+    load_scales(0);
+  }
+
+  // Must be called for consecutive k-blocks, from 0 on.
+  __device__ __forceinline__ void copy(uint32_t to, const Tile& tile, int k_block) {
+    prefetch(tile, k_block + kStages - 1, stage_ == 0 ? kStages - 1 : stage_ - 1);
+    Scale scales[kScales];
+#pragma unroll
+    for (int i = 0; i < kScales; ++i) scales[i] = next_scales_[i];
+    load_scales(k_block + 1);
+    wait_for_copies<kStages - 1>();
+    if constexpr (Format::kAlwaysFast) {
+      decode<true>(to, scales);
+    } else if (Format::is_fast(scales)) {
+      decode<true>(to, scales);
+    } else {
+      decode<false>(to, scales);
+    }
+    fence_async_proxy();
+    if (++stage_ == kStages) stage_ = 0;
+  }
+
+ private:
+  // Decodes the thread's pieces of a k-block.
+  template <bool kFast>
+  __device__ __forceinline__ void decode(uint32_t to, const Scale (&scales)[kScales]) const {
+    const uint32_t slot = slot_ + stage_ * (kSteps * kStepBytes);
+    uint4 next = load_shared<uint4>(slot);
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      const uint4 piece = next;
+      if (i + 1 < kSteps) next = load_shared<uint4>(slot + (i + 1) * kStepBytes);
+      Format::template decode<kFast>(piece, scales[i / kScaleSteps], [&](int j, const EightElements& eight) {
+        store_shared(advance_chunks(to + place_, j) + i * (kStepColumns * kSwizzleBytes), eight);
+      });
+    }
+  }
+
+  // Copies the thread's pieces of a k-block, as one group; pieces out of bounds are zeros.
+  __device__ __forceinline__ void prefetch(const Tile& tile, int k_block, int stage) {
+    if (k_block * kBlockK < tile.end_k) {
+      uint32_t piece = pieces_ + k_block * kPieces;
+      const uint32_t to = slot_ + stage * (kSteps * kStepBytes);
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        copy_async_16(to + i * kStepBytes, from_.values + uint64_t{piece} * 16, is_valid(i, k_block));
+        piece += i + 1 == kPartSteps ? from_.part_step : from_.step;
+      }
+    }
+    end_copy_group();
+  }
+
+  // Scales out of bounds are zero, so that such elements are zero, too.
+  __device__ __forceinline__ void load_scales(int k_block) {
+    uint32_t at = scales_ + k_block * kBlockK / Format::kScaleElements;
+#pragma unroll
+    for (int i = 0; i < kScales; ++i) {
+      next_scales_[i] =
+          is_valid(i * kScaleSteps, k_block) ? Format::load_scale(from_.scales, from_.scales_dtype, at) : Scale{};
+      at += (i + 1) * kScaleSteps == kPartSteps ? from_.part_scale_step : from_.scale_step;
+    }
+  }
+
+  __device__ __forceinline__ bool is_valid(int step, int k_block) const {
+    return step % kPartSteps * kStepColumns < columns_left_ && k_block * kBlockK < k_left_;
+  }
+
+  const PackedSource& from_;
+  uint32_t pieces_;       // index of the piece of step 0 and k-block 0
+  uint32_t scales_;       // of its scale
+  int32_t columns_left_;  // from its column on
+  int32_t k_left_;        // from its first element on
+  uint32_t slot_;         // its address in stage 0
+  uint32_t place_;        // offset of its first element in a stage of the ring
+  int stage_ = 0;
+  Scale next_scales_[kScales];
+};
+
+// Describes columns first_column ... first_column + columns - 1 of the matrices; with gate and up, columns of the gate
+// and the same of up.
+template <class Format, GateUpLayout kLayout, int kColumns>
+PackedSource packed_source(const PackedMatrices& w, int64_t first_column, int64_t columns) {
+  using Steps = PackedSteps<Format, kLayout, kColumns>;
+  constexpr int kScaleRows = Steps::kScaleSteps * Steps::kStepColumns / Format::kScaleColumns;  // per scale of a thread
+  const int64_t column_pieces = w.C / Format::kElements;
+  const int64_t column_scales = w.C / Format::kScaleElements;
+  const auto in_32_bits = [](int64_t n) { return static_cast<uint32_t>(n); };
+  PackedSource to;
+  to.values = w.values;
+  to.scales = w.scales;
+  to.scales_dtype = w.scales_dtype;
+  to.first_column = static_cast<int32_t>(first_column);
+  to.columns = static_cast<int32_t>(columns);
+  to.expert_columns = static_cast<int32_t>(w.N);
+  to.column_pieces = in_32_bits(column_pieces);
+  to.step = in_32_bits(Steps::kStepColumns * column_pieces);
+  to.part_step = in_32_bits((columns - (Steps::kPartSteps - 1) * Steps::kStepColumns) * column_pieces);
+  to.column_scales = in_32_bits(column_scales);
+  to.scale_step = in_32_bits(kScaleRows * column_scales);
+  to.part_scale_step =
+      in_32_bits((columns / Format::kScaleColumns - (Steps::kScales / Steps::kParts - 1) * kScaleRows) * column_scales);
+  return to;
+}
+
+}  // namespace anabranch::cuda::hopper

@@ -1,0 +1,38 @@
+// Packed weights as operand B of a GEMM over rows: decoded by the producer warpgroup.
+#pragma once
+
+#include <type_traits>
+
+#include "experts/hopper/operands.cuh"
+#include "experts/hopper/packed_gather.cuh"
+
+namespace anabranch::cuda::hopper {
+
+template <class Format, GateUpLayout kLayout>
+struct PackedOperand : PackedSource {
+  static constexpr Major kMajor = Major::k;
+  static constexpr bool kGathered = true;
+  static constexpr bool kPacked = true;
+  static constexpr bool kMayHaveBias = false;
+  static constexpr bool kMayHaveLowRank = false;
+  static constexpr bool kScaled = false;
+
+  template <int kColumns>
+  using Gather = PackedGather<Format, kLayout, kColumns, PackedTile128x256::kPackedBytes>;
+
+  __device__ void prefetch_maps() const {}
+  template <int>
+  __device__ static constexpr uint32_t bytes(const Tile&) {
+    return 0;
+  }
+  template <int, class AnyMulticast>
+  __device__ void load(uint32_t, Barrier&, const Tile&, int, const AnyMulticast&) const {}
+};
+
+template <class Format, GateUpLayout kLayout>
+struct BiasOf<PackedOperand<Format, kLayout>> {
+  using Operand = std::conditional_t<kLayout == GateUpLayout::gated, GatedWeightOperand<Major::mn>,
+                                     WeightOperand<Major::mn, parts_of(kLayout)>>;
+};
+
+}  // namespace anabranch::cuda::hopper

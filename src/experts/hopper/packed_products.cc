@@ -1,0 +1,63 @@
+#include "experts/hopper/packed_products.h"
+
+#include "experts/hopper/launchers.h"
+#include "experts/hopper/limits.h"
+#include "experts/hopper/products.h"
+#include "experts/packed_value.h"
+
+namespace anabranch::cuda::hopper {
+namespace {
+
+constexpr const char* kNotBFloat16 = "the dtype is not bfloat16";
+constexpr const char* kNoKernel = "there is no kernel for these packed weights";
+constexpr const char* kNotCountedPieces = "packed weights have 2^30 or more columns or 2^32 or more pieces of 16 bytes";
+constexpr const char* kNotAlignedPieces = "packed weights are not aligned to 16 bytes";
+constexpr const char* kSplitsBlocks = "a window of columns begins within a block";
+
+bool is_fp4(const PackedMatrices& w) { return w.dtype == AB_FLOAT4_E2M1X2; }
+
+// Kernels count columns in int32, pieces and scales in uint32.
+const char* weights_unsupported_reason(const PackedMatrices& w, int64_t E) {
+  const int64_t elements = is_fp4(w) ? 32 : 16;  // per piece
+  if (!fits_tensor_map(w.values, kPairDtype, 8)) return kNotAlignedPieces;
+  if (E > kMaxCount / w.N || w.C / elements > (int64_t{1} << 32) / (E * w.N)) return kNotCountedPieces;
+  return nullptr;
+}
+
+}  // namespace
+
+const char* unsupported_reason(const PackedUp& up) {
+  Up plain = up;
+  plain.w_in = Floats(nullptr, up.x.dtype);
+  if (up.x.dtype != AB_BFLOAT16) return kNotBFloat16;
+  if (const char* reason = unsupported_reason(plain)) return reason;
+  const GateUpLayout layout = gate_up_layout_of(up.s);
+  const bool has_kernel = layout == GateUpLayout::gated || (layout == GateUpLayout::interleaved && is_fp4(up.packed));
+  if (!has_kernel || !up.s.layout.in_transposed || up.part.bounds != nullptr) return kNoKernel;
+  return weights_unsupported_reason(up.packed, up.s.E);
+}
+
+const char* unsupported_reason(const PackedRowsProduct& p) {
+  RowsProduct plain = p;
+  plain.w = nullptr;
+  if (p.dtype != AB_BFLOAT16) return kNotBFloat16;
+  if (const char* reason = unsupported_reason(plain)) return reason;
+  if (p.scales() || p.weighs_bias() || p.thin || !p.transposed) return kNoKernel;
+  if (!is_fp4(p.packed) && p.first_column % kScaleBlock != 0) return kSplitsBlocks;
+  return weights_unsupported_reason(p.packed, p.E);
+}
+
+ab_status launch_gemm(const PackedUp& up, int multiprocessors, cudaStream_t stream) {
+  const bool interleaved = gate_up_layout_of(up.s) == GateUpLayout::interleaved;
+  const auto launch = !is_fp4(up.packed) ? launch_packed_up<Fp8Blocks, GateUpLayout::gated>
+                      : interleaved      ? launch_packed_up<Mxfp4, GateUpLayout::interleaved>
+                                         : launch_packed_up<Mxfp4, GateUpLayout::gated>;
+  return launch(up, multiprocessors, stream);
+}
+
+ab_status launch_gemm(const PackedRowsProduct& p, int multiprocessors, cudaStream_t stream) {
+  const auto launch = is_fp4(p.packed) ? launch_packed_rows_product<Mxfp4> : launch_packed_rows_product<Fp8Blocks>;
+  return launch(p, multiprocessors, stream);
+}
+
+}  // namespace anabranch::cuda::hopper

@@ -22,31 +22,33 @@
 
 namespace anabranch::cuda::hopper {
 
-// Matrices [E, N, C] with a scale per kScaleColumns x kScaleElements elements.
+// Matrices [E, N, C] with a scale per kScaleColumns x kScaleElements elements. load_scale() returns the bits of a
+// scale, which nothing waits for before decode().
 struct Mxfp4 {
   static constexpr int kElements = 32;  // per piece
   static constexpr int kScaleElements = static_cast<int>(kMxBlock);
   static constexpr int kScaleColumns = 1;
   static constexpr bool kAlwaysFast = false;
-  using Scale = uint32_t;
 
-  static __device__ __forceinline__ Scale load_scale(const void* scales, int32_t, uint32_t i) {
+  static __device__ __forceinline__ uint32_t load_scale(const void* scales, int32_t, uint32_t i) {
     return static_cast<const uint8_t*>(scales)[i];
   }
+
+  static __device__ __forceinline__ uint32_t scale_of(uint32_t bits, int32_t) { return bits; }
 
   // decode_codes() yields 2^-126 times the values of codes. If no scale of the warp is 128 or more, one factor restores
   // both powers of 2.
   template <int kScales>
-  static __device__ __forceinline__ bool is_fast(const Scale (&scales)[kScales]) {
+  static __device__ __forceinline__ bool is_fast(const uint32_t (&scales)[kScales]) {
     uint32_t bits = 0;
 #pragma unroll
-    for (const Scale scale : scales) bits |= scale;
+    for (const uint32_t scale : scales) bits |= scale;
     return __any_sync(kAllLanes, bits >= 128u) == 0;
   }
 
   // store(i, elements): the i-th eight elements of the piece.
   template <bool kFast, class Store>
-  static __device__ __forceinline__ void decode(const uint4& piece, Scale scale, const Store& store) {
+  static __device__ __forceinline__ void decode(const uint4& piece, uint32_t scale, const Store& store) {
     const uint32_t factors = kFast ? scale * 0x800080u + 0x3f003f00u : mx_factor(scale) * 0x10001u;
     const uint32_t codes[] = {piece.x, piece.y, piece.z, piece.w};
 #pragma unroll
@@ -68,16 +70,26 @@ struct Fp8Blocks {
   static constexpr int kScaleElements = static_cast<int>(kScaleBlock);
   static constexpr int kScaleColumns = static_cast<int>(kScaleBlock);
   static constexpr bool kAlwaysFast = true;
-  using Scale = float;
 
-  static __device__ __forceinline__ Scale load_scale(const void* scales, int32_t dtype, uint32_t i) {
-    return block_scale(scales, dtype, i);
+  static __device__ __forceinline__ uint32_t load_scale(const void* scales, int32_t dtype, uint32_t i) {
+    switch (dtype) {
+      case AB_FLOAT32: return static_cast<const uint32_t*>(scales)[i];
+      case AB_BFLOAT16: return static_cast<const uint16_t*>(scales)[i];
+      default: return static_cast<const uint8_t*>(scales)[i];
+    }
+  }
+
+  // The bits of the scale as float32.
+  static __device__ __forceinline__ uint32_t scale_of(uint32_t bits, int32_t dtype) {
+    return dtype == AB_FLOAT32    ? bits
+           : dtype == AB_BFLOAT16 ? bits << 16
+                                  : bits_of(e8m0_value(static_cast<uint8_t>(bits)));
   }
 
   template <bool kFast, class Store>
-  static __device__ __forceinline__ void decode(const uint4& piece, Scale scale, const Store& store) {
-    store(0, decode_e4m3<BFloat16>(piece.x, piece.y, scale));
-    store(1, decode_e4m3<BFloat16>(piece.z, piece.w, scale));
+  static __device__ __forceinline__ void decode(const uint4& piece, uint32_t scale, const Store& store) {
+    store(0, decode_e4m3<BFloat16>(piece.x, piece.y, float_from_bits(scale)));
+    store(1, decode_e4m3<BFloat16>(piece.z, piece.w, float_from_bits(scale)));
   }
 };
 
@@ -117,7 +129,6 @@ template <class Format, GateUpLayout kLayout, int kColumns, int kMemoryBytes>
 class PackedGather : PackedSteps<Format, kLayout, kColumns> {
   using Steps = PackedSteps<Format, kLayout, kColumns>;
   using Steps::kPartSteps, Steps::kPieces, Steps::kScales, Steps::kScaleSteps, Steps::kStepColumns, Steps::kSteps;
-  using Scale = typename Format::Scale;
   static constexpr int kStepBytes = kDecoders * 16;  // in shared memory
   static constexpr int kStages = kMemoryBytes / (kSteps * kStepBytes);
 
@@ -145,9 +156,9 @@ class PackedGather : PackedSteps<Format, kLayout, kColumns> {
   // Must be called for consecutive k-blocks, from 0 on.
   __device__ __forceinline__ void copy(uint32_t to, const Tile& tile, int k_block) {
     prefetch(tile, k_block + kStages - 1, stage_ == 0 ? kStages - 1 : stage_ - 1);
-    Scale scales[kScales];
+    uint32_t scales[kScales];
 #pragma unroll
-    for (int i = 0; i < kScales; ++i) scales[i] = next_scales_[i];
+    for (int i = 0; i < kScales; ++i) scales[i] = Format::scale_of(next_scales_[i], from_.scales_dtype);
     load_scales(k_block + 1);
     wait_for_copies<kStages - 1>();
     if constexpr (Format::kAlwaysFast) {
@@ -164,7 +175,7 @@ class PackedGather : PackedSteps<Format, kLayout, kColumns> {
  private:
   // Decodes the thread's pieces of a k-block.
   template <bool kFast>
-  __device__ __forceinline__ void decode(uint32_t to, const Scale (&scales)[kScales]) const {
+  __device__ __forceinline__ void decode(uint32_t to, const uint32_t (&scales)[kScales]) const {
     const uint32_t slot = slot_ + stage_ * (kSteps * kStepBytes);
     uint4 next = load_shared<uint4>(slot);
 #pragma unroll
@@ -193,11 +204,12 @@ class PackedGather : PackedSteps<Format, kLayout, kColumns> {
 
   // Scales out of bounds are zero, so that such elements are zero, too.
   __device__ __forceinline__ void load_scales(int k_block) {
+    if (k_block * kBlockK % Format::kScaleElements != 0) return;  // the scales of the previous k-block
     uint32_t at = scales_ + k_block * kBlockK / Format::kScaleElements;
 #pragma unroll
     for (int i = 0; i < kScales; ++i) {
       next_scales_[i] =
-          is_valid(i * kScaleSteps, k_block) ? Format::load_scale(from_.scales, from_.scales_dtype, at) : Scale{};
+          is_valid(i * kScaleSteps, k_block) ? Format::load_scale(from_.scales, from_.scales_dtype, at) : 0u;
       at += (i + 1) * kScaleSteps == kPartSteps ? from_.part_scale_step : from_.scale_step;
     }
   }
@@ -214,7 +226,7 @@ class PackedGather : PackedSteps<Format, kLayout, kColumns> {
   uint32_t slot_;         // its address in stage 0
   uint32_t place_;        // offset of its first element in a stage of the ring
   int stage_ = 0;
-  Scale next_scales_[kScales];
+  uint32_t next_scales_[kScales];
 };
 
 // Describes columns first_column ... first_column + columns - 1 of the matrices; with gate and up, columns of the gate

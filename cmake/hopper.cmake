@@ -40,8 +40,10 @@ foreach(arguments "Mxfp4, GateUpLayout::gated" "Mxfp4, GateUpLayout::interleaved
   anabranch_add_instance(hopper packed_up_${name} packed_up "launch_packed_up<${arguments}>" "const PackedUp&")
 endforeach()
 foreach(format Mxfp4 Fp8Blocks)
-  anabranch_add_instance(hopper packed_rows_product_${format} packed_rows_product
-                            "launch_packed_rows_product<${format}>" "const PackedRowsProduct&")
+  foreach(major mn k)
+    anabranch_add_instance(hopper packed_rows_product_${format}_${major} packed_rows_product
+                              "launch_packed_rows_product<${format}, Major::${major}>" "const PackedRowsProduct&")
+  endforeach()
 endforeach()
 foreach(paired x d_y)
   foreach(major mn k)

@@ -100,6 +100,7 @@ def collect() -> dict[str, str]:
         "ANABRANCH_LIBRARY",
         "ANABRANCH_CUDA_LIBRARY",
         "ANABRANCH_CUDA_PATH",
+        "ANABRANCH_CUDA_PACKED",
         "ANABRANCH_EXCHANGE_TIMEOUT",
         "ANABRANCH_ISA",
         "ANABRANCH_BF16",

@@ -22,20 +22,23 @@ constexpr int kMemoryBytes = 48 << 10;
 constexpr int kStageBytes = kColumns * kSwizzleBytes;
 
 // Writes tiles [count, kColumns, k] in bfloat16. One CTA of the threads of a producer.
-template <class Format, GateUpLayout kLayout>
+template <class Format, GateUpLayout kLayout, Major kMajor>
 __global__ void decode_tiles(const PackedSource source, const Tile* const tiles, const int count, uint16_t* const to,
                              const int k) {
   const auto stage = static_cast<uint32_t>(kMemoryBytes);
   for (int n = 0; n < count; ++n) {
-    PackedGather<Format, kLayout, kColumns, kMemoryBytes> gather(source, tiles[n], 0);
+    PackedGather<Format, kLayout, kColumns, kMemoryBytes, kMajor> gather(source, tiles[n], 0);
     for (int k_block = 0; k_block < tiles[n].k_blocks; ++k_block) {
       gather.copy(stage, tiles[n], k_block);
       __syncthreads();
       for (int i = static_cast<int>(threadIdx.x); i < kColumns * kBlockK; i += kDecoders) {
         const int column = i / kBlockK;
         const int element = i % kBlockK;
+        // k-major: rows of one column. mn-major: panels of 64 columns, with rows of one k.
+        const int row = kMajor == Major::k ? column : column / kBlockK * kBlockK + element;
+        const int place = kMajor == Major::k ? element : column % kBlockK;
         to[(int64_t{n} * kColumns + column) * k + k_block * kBlockK + element] = load_shared<uint16_t>(
-            stage + swizzled(static_cast<uint32_t>(column), static_cast<uint32_t>(element) / 8) + element % 8 * 2);
+            stage + swizzled(static_cast<uint32_t>(row), static_cast<uint32_t>(place) / 8) + place % 8 * 2);
       }
       __syncthreads();
     }
@@ -43,30 +46,31 @@ __global__ void decode_tiles(const PackedSource source, const Tile* const tiles,
 }
 
 // columns: of a window from `first` on, or of the gate.
-template <class Format, GateUpLayout kLayout>
+template <class Format, GateUpLayout kLayout, Major kMajor = Major::k>
 void check(const PackedTensor& packed, int64_t first, int64_t columns) {
   constexpr int kScale = kLayout == GateUpLayout::interleaved ? 2 : 1;
   constexpr int kParts = kLayout == GateUpLayout::gated ? 2 : 1;
-  const auto C = static_cast<int32_t>(packed.C);
-  const auto k_blocks = static_cast<int32_t>((C + kBlockK - 1) / kBlockK);
+  const auto sum = static_cast<int32_t>(kMajor == Major::k ? packed.C : packed.N);  // its length
+  const auto k_blocks = static_cast<int32_t>((sum + kBlockK - 1) / kBlockK);
   const int k = k_blocks * kBlockK;
   std::vector<Tile> tiles;
   for (int32_t expert = 0; expert < packed.M; ++expert) {
     for (int32_t column = 0; column < columns / kScale; column += kColumns / kParts / kScale) {
-      tiles.push_back({.expert = expert, .column = column, .end_k = C, .k_blocks = k_blocks});
+      tiles.push_back({.expert = expert, .column = column, .end_k = sum, .k_blocks = k_blocks});
       tiles.push_back({.expert = kNoExpert, .column = column});
     }
   }
   const PackedMatrices matrices{
       packed.values.values().data(), packed.scales_data(), packed.dtype, packed.scales_dtype, packed.N, packed.C};
-  const PackedSource source = packed_source<Format, kLayout, kColumns>(matrices, first, columns);
+  const PackedSource source = packed_source<Format, kLayout, kColumns, kMajor>(matrices, first, columns);
   for (const auto copies : {emulation::Copies::early, emulation::Copies::late}) {
     emulation::set_options({emulation::Order::shuffled, copies});
     std::vector<uint16_t> got(tiles.size() * kColumns * static_cast<size_t>(k), 0x7fc1);
-    ASSERT_EQ(launch("decode", decode_tiles<Format, kLayout>, {1, kDecoders, kMemoryBytes + kStageBytes, nullptr},
-                     source, tiles.data(), static_cast<int>(tiles.size()), got.data(), k)
-                  .code,
-              AB_OK);
+    ASSERT_EQ(
+        launch("decode", decode_tiles<Format, kLayout, kMajor>, {1, kDecoders, kMemoryBytes + kStageBytes, nullptr},
+               source, tiles.data(), static_cast<int>(tiles.size()), got.data(), k)
+            .code,
+        AB_OK);
     ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
     for (size_t n = 0; n < tiles.size(); n += 2) {
       for (int64_t i = 0; i < int64_t{kColumns} * k; ++i) {
@@ -74,8 +78,10 @@ void check(const PackedTensor& packed, int64_t first, int64_t columns) {
         const int64_t in_part = kScale * tiles[n].column + in_tile % (kColumns / kParts);
         const int64_t column = first + in_part + in_tile / (kColumns / kParts) * columns;
         float want = 0;
-        if (in_part < columns && i % k < C) {
-          want = packed.value((tiles[n].expert * packed.N + column) * C + i % k);
+        if (in_part < columns && i % k < sum) {
+          const int64_t row = kMajor == Major::k ? column : i % k;
+          const int64_t element = kMajor == Major::k ? i % k : column;
+          want = packed.value((tiles[n].expert * packed.N + row) * packed.C + element);
         }
         const uint16_t bits = got[n * kColumns * static_cast<size_t>(k) + static_cast<size_t>(i)];
         const BFloat16 rounded = from_float<BFloat16>(want);
@@ -111,6 +117,15 @@ TEST(PackedGathers, DecodeMxfp4) {
   }
 }
 
+TEST(PackedGathers, DecodeTransposedMxfp4) {
+  for (const int64_t N : {8, 64, 456}) {
+    PackedTensor packed(2, N, 416, AB_FLOAT4_E2M1X2, AB_FLOAT8_E8M0, 1);
+    check<Mxfp4, GateUpLayout::ungated, Major::mn>(packed, 32, 320);
+    fill(&packed);
+    check<Mxfp4, GateUpLayout::ungated, Major::mn>(packed, 0, 416);
+  }
+}
+
 TEST(PackedGathers, DecodeFp8Blocks) {
   for (const int32_t scales : {AB_FLOAT32, AB_BFLOAT16, AB_UINT8}) {
     for (const int64_t C : {128, 640}) {
@@ -118,6 +133,7 @@ TEST(PackedGathers, DecodeFp8Blocks) {
       fill(&packed);
       check<Fp8Blocks, GateUpLayout::ungated>(packed, 128, 384);
       check<Fp8Blocks, GateUpLayout::gated>(packed, 0, 256);
+      if (C == 640) check<Fp8Blocks, GateUpLayout::ungated, Major::mn>(packed, 128, 512);
     }
   }
 }

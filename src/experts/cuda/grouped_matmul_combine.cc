@@ -77,8 +77,7 @@ int64_t chunk_of(const ab_grouped_matmul_combine_args& args, const CombinedSizes
     return exchange::return_columns(ranks, s.T / ranks, s.N, dtype_size(args.out->dtype));
   }
   const int64_t columns = combined_columns(s.R, s.E, s.N, s.D, args.backward != 0, is_fp8(args));
-  const bool decodes = args.w_block_scales != nullptr && args.transpose_w != 0;
-  return decodes && columns < s.N ? whole_packed_tiles(columns) : columns;
+  return args.w_block_scales != nullptr && columns < s.N ? whole_packed_tiles(columns) : columns;
 }
 
 MaybePacked weights_in(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s) {

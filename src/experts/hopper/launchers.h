@@ -45,7 +45,7 @@ struct Mxfp4;
 struct Fp8Blocks;
 template <class Format, GateUpLayout kLayout>
 ab_status launch_packed_up(const PackedUp& up, int multiprocessors, cudaStream_t stream);
-template <class Format>
+template <class Format, Major kMajorB>
 ab_status launch_packed_rows_product(const PackedRowsProduct& product, int multiprocessors, cudaStream_t stream);
 
 // FP8 (e4m3) GEMMs with K-major weights; one tile shape.

@@ -1,8 +1,8 @@
 // Packed weights (MXFP4, FP8 blocks) as operand B of a GEMM over rows. The producer warpgroup copies their bytes to
 // shared memory several k-blocks ahead, and decodes one k-block at a time into a stage of the ring, as bfloat16.
 //
-//   piece   16 bytes of a column, which share a scale: 32 elements of MXFP4 or 16 of e4m3
-//   step    one piece per thread of the warpgroup: 64 (MXFP4) or 32 (e4m3) columns of a k-block
+//   piece   16 bytes of a row in memory, which share a scale: 32 elements of MXFP4 or 16 of e4m3
+//   step    one piece per thread of the warpgroup: 64 (MXFP4) or 32 (e4m3) rows of 64 elements
 //
 // A thread decodes the pieces that it has copied itself, so copies need no barrier. Scales come through registers, one
 // k-block ahead. Eight adjacent lanes write all eight chunks of the swizzle, so there are no bank conflicts.
@@ -15,6 +15,7 @@
 #include "core/cuda/shared.cuh"
 #include "core/cuda/tile_memory.cuh"
 #include "core/cuda/warp.cuh"
+#include "core/major.h"
 #include "experts/cuda/ops/packed.h"
 #include "experts/cuda/ops/packed_words.cuh"
 #include "experts/cuda/ops/tiles/tile.cuh"
@@ -22,31 +23,33 @@
 
 namespace anabranch::cuda::hopper {
 
-// Matrices [E, N, C] with a scale per kScaleColumns x kScaleElements elements.
+// A scale belongs to kScaleRows x kScaleElements elements of a matrix in memory. load_scale() returns the bits of a
+// scale, which nothing waits for before decode().
 struct Mxfp4 {
   static constexpr int kElements = 32;  // per piece
   static constexpr int kScaleElements = static_cast<int>(kMxBlock);
-  static constexpr int kScaleColumns = 1;
+  static constexpr int kScaleRows = 1;
   static constexpr bool kAlwaysFast = false;
-  using Scale = uint32_t;
 
-  static __device__ __forceinline__ Scale load_scale(const void* scales, int32_t, uint32_t i) {
+  static __device__ __forceinline__ uint32_t load_scale(const void* scales, int32_t, uint32_t i) {
     return static_cast<const uint8_t*>(scales)[i];
   }
+
+  static __device__ __forceinline__ uint32_t scale_of(uint32_t bits, int32_t) { return bits; }
 
   // decode_codes() yields 2^-126 times the values of codes. If no scale of the warp is 128 or more, one factor restores
   // both powers of 2.
   template <int kScales>
-  static __device__ __forceinline__ bool is_fast(const Scale (&scales)[kScales]) {
+  static __device__ __forceinline__ bool is_fast(const uint32_t (&scales)[kScales]) {
     uint32_t bits = 0;
 #pragma unroll
-    for (const Scale scale : scales) bits |= scale;
+    for (const uint32_t scale : scales) bits |= scale;
     return __any_sync(kAllLanes, bits >= 128u) == 0;
   }
 
   // store(i, elements): the i-th eight elements of the piece.
   template <bool kFast, class Store>
-  static __device__ __forceinline__ void decode(const uint4& piece, Scale scale, const Store& store) {
+  static __device__ __forceinline__ void decode(const uint4& piece, uint32_t scale, const Store& store) {
     const uint32_t factors = kFast ? scale * 0x800080u + 0x3f003f00u : mx_factor(scale) * 0x10001u;
     const uint32_t codes[] = {piece.x, piece.y, piece.z, piece.w};
 #pragma unroll
@@ -66,58 +69,79 @@ struct Mxfp4 {
 struct Fp8Blocks {
   static constexpr int kElements = 16;
   static constexpr int kScaleElements = static_cast<int>(kScaleBlock);
-  static constexpr int kScaleColumns = static_cast<int>(kScaleBlock);
+  static constexpr int kScaleRows = static_cast<int>(kScaleBlock);
   static constexpr bool kAlwaysFast = true;
-  using Scale = float;
 
-  static __device__ __forceinline__ Scale load_scale(const void* scales, int32_t dtype, uint32_t i) {
-    return block_scale(scales, dtype, i);
+  static __device__ __forceinline__ uint32_t load_scale(const void* scales, int32_t dtype, uint32_t i) {
+    switch (dtype) {
+      case AB_FLOAT32: return static_cast<const uint32_t*>(scales)[i];
+      case AB_BFLOAT16: return static_cast<const uint16_t*>(scales)[i];
+      default: return static_cast<const uint8_t*>(scales)[i];
+    }
+  }
+
+  // The bits of the scale as float32.
+  static __device__ __forceinline__ uint32_t scale_of(uint32_t bits, int32_t dtype) {
+    return dtype == AB_FLOAT32    ? bits
+           : dtype == AB_BFLOAT16 ? bits << 16
+                                  : bits_of(e8m0_value(static_cast<uint8_t>(bits)));
   }
 
   template <bool kFast, class Store>
-  static __device__ __forceinline__ void decode(const uint4& piece, Scale scale, const Store& store) {
-    store(0, decode_e4m3<BFloat16>(piece.x, piece.y, scale));
-    store(1, decode_e4m3<BFloat16>(piece.z, piece.w, scale));
+  static __device__ __forceinline__ void decode(const uint4& piece, uint32_t scale, const Store& store) {
+    store(0, decode_e4m3<BFloat16>(piece.x, piece.y, float_from_bits(scale)));
+    store(1, decode_e4m3<BFloat16>(piece.z, piece.w, float_from_bits(scale)));
   }
 };
 
 constexpr int kDecoders = 128;  // threads of the producer warpgroup
 
-// The columns of a tile are adjacent in memory, or half of them are gate columns and the others the same columns of up.
+// Matrices [E, N, C] in memory. k-major operands sum over C; their columns are the rows of N, adjacent ones, or half of
+// them rows of the gate and the others the same rows of up. mn-major operands sum over N; their columns are those of C.
+// Pieces and scales are counted in 32 bits.
 struct PackedSource {
   const uint8_t* values;
   const void* scales;
   int32_t scales_dtype;
-  int32_t first_column;    // of a window of columns
-  int32_t columns;         // of the window, or of the gate; tiles may end beyond it
-  int32_t expert_columns;  // N
-  uint32_t column_pieces;  // pieces and scales are counted in 32 bits
-  uint32_t step;           // from a piece to that of the next step
-  uint32_t part_step;      // from a piece of the gate's last step to that of up's first step
-  uint32_t column_scales;  // likewise for scales
+  int32_t first_column;  // of a window of columns
+  int32_t columns;       // of the window, or of the gate; tiles may end beyond it
+  int32_t N;
+  uint32_t row_pieces;
+  uint32_t block_step;  // from a piece to that of the next k-block
+  uint32_t step;        // to that of the next step within a part
+  uint32_t part_step;   // from a part's last step to the first of the next part
+  uint32_t row_scales;  // likewise for scales
+  uint32_t block_scale_step;
   uint32_t scale_step;
   uint32_t part_scale_step;
 };
 
-// How the pieces of a k-block are divided among steps, and steps among scales.
-template <class Format, GateUpLayout kLayout, int kColumns>
+// How the pieces of a k-block are divided among steps, steps among parts, and steps among scales. A row is 128 bytes of
+// a stage: a column of a k-major operand; 64 columns with one k of an mn-major one. Parts are gate and up, or the
+// panels of an mn-major operand.
+template <class Format, GateUpLayout kLayout, int kColumns, Major kMajor>
 struct PackedSteps {
-  static constexpr int kPieces = kBlockK / Format::kElements;  // per column
-  static constexpr int kStepColumns = kDecoders / kPieces;
-  static constexpr int kSteps = kColumns / kStepColumns;
-  static constexpr int kParts = kLayout == GateUpLayout::gated ? 2 : 1;
+  static constexpr bool kIsK = kMajor == Major::k;
+  static constexpr int kPieces = kBlockK / Format::kElements;  // per row
+  static constexpr int kStepRows = kDecoders / kPieces;
+  static constexpr int kSteps = kColumns / kStepRows;
+  static constexpr int kParts = kIsK ? (kLayout == GateUpLayout::gated ? 2 : 1) : kColumns / kBlockK;
   static constexpr int kPartSteps = kSteps / kParts;
-  static constexpr int kScaleSteps = std::max(Format::kScaleColumns / kStepColumns, 1);  // per scale
-  static constexpr int kScales = kSteps / kScaleSteps;
-  static_assert(kPartSteps % kScaleSteps == 0, "a scale belongs to the gate or to up");
+  // Along a column of the operand, and along k:
+  static constexpr int kScaleColumns = kIsK ? Format::kScaleRows : Format::kScaleElements;
+  static constexpr int kScaleK = kIsK ? Format::kScaleElements : Format::kScaleRows;
+  static constexpr int kScales = kColumns / std::max(kScaleColumns, kIsK ? kStepRows : kBlockK);  // of a thread
+  static constexpr int kScaleSteps = kSteps / kScales;                                            // per scale
+  static_assert(kIsK ? kPartSteps % kScaleSteps == 0 : kScaleSteps % kPartSteps == 0,
+                "a scale belongs to one part, or to whole panels");
 };
 
 // A thread's share of decoding the panels of a tile's k-blocks, see Gather.
-template <class Format, GateUpLayout kLayout, int kColumns, int kMemoryBytes>
-class PackedGather : PackedSteps<Format, kLayout, kColumns> {
-  using Steps = PackedSteps<Format, kLayout, kColumns>;
-  using Steps::kPartSteps, Steps::kPieces, Steps::kScales, Steps::kScaleSteps, Steps::kStepColumns, Steps::kSteps;
-  using Scale = typename Format::Scale;
+template <class Format, GateUpLayout kLayout, int kColumns, int kMemoryBytes, Major kMajor>
+class PackedGather : PackedSteps<Format, kLayout, kColumns, kMajor> {
+  using Steps = PackedSteps<Format, kLayout, kColumns, kMajor>;
+  using Steps::kIsK, Steps::kPartSteps, Steps::kPieces, Steps::kScaleK, Steps::kScales, Steps::kScaleSteps,
+      Steps::kStepRows, Steps::kSteps;
   static constexpr int kStepBytes = kDecoders * 16;  // in shared memory
   static constexpr int kStages = kMemoryBytes / (kSteps * kStepBytes);
 
@@ -126,17 +150,18 @@ class PackedGather : PackedSteps<Format, kLayout, kColumns> {
   __device__ __forceinline__ PackedGather(const PackedSource& from, const Tile& tile, uint32_t memory) : from_(from) {
     constexpr int kColumnScale = kLayout == GateUpLayout::interleaved ? 2 : 1;
     const int thread = warp_index() % 4 * kWarp + lane_index();
-    const int column = thread / kPieces;  // of step 0, in the tile
-    const int piece = thread % kPieces;
+    const int row = thread / kPieces;  // of step 0
+    const int element = thread % kPieces * Format::kElements;
     const int32_t tile_column = kColumnScale * tile.column;
-    columns_left_ = from.columns - tile_column - column;
-    k_left_ = tile.end_k - piece * Format::kElements;
-    const auto stored =
-        static_cast<uint32_t>(tile.expert * from.expert_columns + from.first_column + tile_column + column);
-    pieces_ = stored * from.column_pieces + piece;
-    scales_ = stored / Format::kScaleColumns * from.column_scales + piece * Format::kElements / Format::kScaleElements;
+    columns_left_ = from.columns - tile_column - (kIsK ? row : element);
+    k_left_ = tile.end_k - (kIsK ? element : row);
+    const int32_t column = from.first_column + tile_column;
+    const auto stored_row = static_cast<uint32_t>(tile.expert * from.N + (kIsK ? column : 0) + row);
+    const auto stored_element = static_cast<uint32_t>((kIsK ? 0 : column) + element);
+    pieces_ = stored_row * from.row_pieces + stored_element / Format::kElements;
+    scales_ = stored_row / Format::kScaleRows * from.row_scales + stored_element / Format::kScaleElements;
     slot_ = memory + thread * 16;
-    place_ = swizzled(column, piece * (Format::kElements / 8));
+    place_ = swizzled(row, element / 8);
 #pragma unroll 1  // the producer has few registers
     for (int k_block = 0; k_block + 1 < kStages; ++k_block) prefetch(tile, k_block, k_block);
     load_scales(0);
@@ -145,9 +170,9 @@ class PackedGather : PackedSteps<Format, kLayout, kColumns> {
   // Must be called for consecutive k-blocks, from 0 on.
   __device__ __forceinline__ void copy(uint32_t to, const Tile& tile, int k_block) {
     prefetch(tile, k_block + kStages - 1, stage_ == 0 ? kStages - 1 : stage_ - 1);
-    Scale scales[kScales];
+    uint32_t scales[kScales];
 #pragma unroll
-    for (int i = 0; i < kScales; ++i) scales[i] = next_scales_[i];
+    for (int i = 0; i < kScales; ++i) scales[i] = Format::scale_of(next_scales_[i], from_.scales_dtype);
     load_scales(k_block + 1);
     wait_for_copies<kStages - 1>();
     if constexpr (Format::kAlwaysFast) {
@@ -164,7 +189,7 @@ class PackedGather : PackedSteps<Format, kLayout, kColumns> {
  private:
   // Decodes the thread's pieces of a k-block.
   template <bool kFast>
-  __device__ __forceinline__ void decode(uint32_t to, const Scale (&scales)[kScales]) const {
+  __device__ __forceinline__ void decode(uint32_t to, const uint32_t (&scales)[kScales]) const {
     const uint32_t slot = slot_ + stage_ * (kSteps * kStepBytes);
     uint4 next = load_shared<uint4>(slot);
 #pragma unroll
@@ -172,7 +197,7 @@ class PackedGather : PackedSteps<Format, kLayout, kColumns> {
       const uint4 piece = next;
       if (i + 1 < kSteps) next = load_shared<uint4>(slot + (i + 1) * kStepBytes);
       Format::template decode<kFast>(piece, scales[i / kScaleSteps], [&](int j, const EightElements& eight) {
-        store_shared(advance_chunks(to + place_, j) + i * (kStepColumns * kSwizzleBytes), eight);
+        store_shared(advance_chunks(to + place_, j) + i * (kStepRows * kSwizzleBytes), eight);
       });
     }
   }
@@ -180,12 +205,12 @@ class PackedGather : PackedSteps<Format, kLayout, kColumns> {
   // Copies the thread's pieces of a k-block, as one group; pieces out of bounds are zeros.
   __device__ __forceinline__ void prefetch(const Tile& tile, int k_block, int stage) {
     if (k_block * kBlockK < tile.end_k) {
-      uint32_t piece = pieces_ + k_block * kPieces;
+      uint32_t piece = pieces_ + k_block * from_.block_step;
       const uint32_t to = slot_ + stage * (kSteps * kStepBytes);
 #pragma unroll
       for (int i = 0; i < kSteps; ++i) {
         copy_async_16(to + i * kStepBytes, from_.values + uint64_t{piece} * 16, is_valid(i, k_block));
-        piece += i + 1 == kPartSteps ? from_.part_step : from_.step;
+        piece += (i + 1) % kPartSteps == 0 ? from_.part_step : from_.step;
       }
     }
     end_copy_group();
@@ -193,17 +218,20 @@ class PackedGather : PackedSteps<Format, kLayout, kColumns> {
 
   // Scales out of bounds are zero, so that such elements are zero, too.
   __device__ __forceinline__ void load_scales(int k_block) {
-    uint32_t at = scales_ + k_block * kBlockK / Format::kScaleElements;
+    if (k_block * kBlockK % kScaleK != 0) return;  // the scales of the previous k-block
+    uint32_t at = scales_ + k_block * kBlockK / kScaleK * from_.block_scale_step;
 #pragma unroll
     for (int i = 0; i < kScales; ++i) {
       next_scales_[i] =
-          is_valid(i * kScaleSteps, k_block) ? Format::load_scale(from_.scales, from_.scales_dtype, at) : Scale{};
-      at += (i + 1) * kScaleSteps == kPartSteps ? from_.part_scale_step : from_.scale_step;
+          is_valid(i * kScaleSteps, k_block) ? Format::load_scale(from_.scales, from_.scales_dtype, at) : 0u;
+      at += (i + 1) * kScaleSteps % kPartSteps == 0 ? from_.part_scale_step : from_.scale_step;
     }
   }
 
   __device__ __forceinline__ bool is_valid(int step, int k_block) const {
-    return step % kPartSteps * kStepColumns < columns_left_ && k_block * kBlockK < k_left_;
+    const int row = step % kPartSteps * kStepRows;
+    const int column = kIsK ? row : step / kPartSteps * kBlockK;
+    return column < columns_left_ && k_block * kBlockK + (kIsK ? 0 : row) < k_left_;
   }
 
   const PackedSource& from_;
@@ -214,17 +242,17 @@ class PackedGather : PackedSteps<Format, kLayout, kColumns> {
   uint32_t slot_;         // its address in stage 0
   uint32_t place_;        // offset of its first element in a stage of the ring
   int stage_ = 0;
-  Scale next_scales_[kScales];
+  uint32_t next_scales_[kScales];
 };
 
-// Describes columns first_column ... first_column + columns - 1 of the matrices; with gate and up, columns of the gate
+// Describes columns first_column ... first_column + columns - 1 of the operand; with gate and up, columns of the gate
 // and the same of up.
-template <class Format, GateUpLayout kLayout, int kColumns>
+template <class Format, GateUpLayout kLayout, int kColumns, Major kMajor>
 PackedSource packed_source(const PackedMatrices& w, int64_t first_column, int64_t columns) {
-  using Steps = PackedSteps<Format, kLayout, kColumns>;
-  constexpr int kScaleRows = Steps::kScaleSteps * Steps::kStepColumns / Format::kScaleColumns;  // per scale of a thread
-  const int64_t column_pieces = w.C / Format::kElements;
-  const int64_t column_scales = w.C / Format::kScaleElements;
+  using Steps = PackedSteps<Format, kLayout, kColumns, kMajor>;
+  constexpr bool kIsK = kMajor == Major::k;
+  const int64_t row_pieces = w.C / Format::kElements;
+  const int64_t row_scales = w.C / Format::kScaleElements;
   const auto in_32_bits = [](int64_t n) { return static_cast<uint32_t>(n); };
   PackedSource to;
   to.values = w.values;
@@ -232,14 +260,24 @@ PackedSource packed_source(const PackedMatrices& w, int64_t first_column, int64_
   to.scales_dtype = w.scales_dtype;
   to.first_column = static_cast<int32_t>(first_column);
   to.columns = static_cast<int32_t>(columns);
-  to.expert_columns = static_cast<int32_t>(w.N);
-  to.column_pieces = in_32_bits(column_pieces);
-  to.step = in_32_bits(Steps::kStepColumns * column_pieces);
-  to.part_step = in_32_bits((columns - (Steps::kPartSteps - 1) * Steps::kStepColumns) * column_pieces);
-  to.column_scales = in_32_bits(column_scales);
-  to.scale_step = in_32_bits(kScaleRows * column_scales);
-  to.part_scale_step =
-      in_32_bits((columns / Format::kScaleColumns - (Steps::kScales / Steps::kParts - 1) * kScaleRows) * column_scales);
+  to.N = static_cast<int32_t>(w.N);
+  to.row_pieces = in_32_bits(row_pieces);
+  to.row_scales = in_32_bits(row_scales);
+  to.step = in_32_bits(Steps::kStepRows * row_pieces);
+  if (kIsK) {
+    constexpr int kScaleStep = Steps::kScaleSteps * Steps::kStepRows / Format::kScaleRows;
+    to.block_step = Steps::kPieces;
+    to.part_step = in_32_bits((columns - (Steps::kPartSteps - 1) * Steps::kStepRows) * row_pieces);
+    to.block_scale_step = 1;
+    to.scale_step = in_32_bits(kScaleStep * row_scales);
+    to.part_scale_step =
+        in_32_bits((columns / Format::kScaleRows - (Steps::kScales / Steps::kParts - 1) * kScaleStep) * row_scales);
+  } else {
+    to.block_step = in_32_bits(kBlockK * row_pieces);
+    to.part_step = in_32_bits(Steps::kPieces - (Steps::kPartSteps - 1) * Steps::kStepRows * row_pieces);
+    to.block_scale_step = in_32_bits(row_scales);
+    to.scale_step = to.part_scale_step = std::max(kBlockK / Format::kScaleElements, 1);
+  }
   return to;
 }
 

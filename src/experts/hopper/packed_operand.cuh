@@ -8,9 +8,9 @@
 
 namespace anabranch::cuda::hopper {
 
-template <class Format, GateUpLayout kLayout>
+template <class Format, GateUpLayout kLayout, Major kMajor_>
 struct PackedOperand : PackedSource {
-  static constexpr Major kMajor = Major::k;
+  static constexpr Major kMajor = kMajor_;
   static constexpr bool kGathered = true;
   static constexpr bool kPacked = true;
   static constexpr bool kMayHaveBias = false;
@@ -18,7 +18,7 @@ struct PackedOperand : PackedSource {
   static constexpr bool kScaled = false;
 
   template <int kColumns>
-  using Gather = PackedGather<Format, kLayout, kColumns, PackedTile128x256::kPackedBytes>;
+  using Gather = PackedGather<Format, kLayout, kColumns, PackedTile128x256::kPackedBytes, kMajor>;
 
   __device__ void prefetch_maps() const {}
   template <int>
@@ -29,8 +29,8 @@ struct PackedOperand : PackedSource {
   __device__ void load(uint32_t, Barrier&, const Tile&, int, const AnyMulticast&) const {}
 };
 
-template <class Format, GateUpLayout kLayout>
-struct BiasOf<PackedOperand<Format, kLayout>> {
+template <class Format, GateUpLayout kLayout, Major kMajor>
+struct BiasOf<PackedOperand<Format, kLayout, kMajor>> {
   using Operand = std::conditional_t<kLayout == GateUpLayout::gated, GatedWeightOperand<Major::mn>,
                                      WeightOperand<Major::mn, parts_of(kLayout)>>;
 };

@@ -42,8 +42,9 @@ const char* unsupported_reason(const PackedRowsProduct& p) {
   plain.w = nullptr;
   if (p.dtype != AB_BFLOAT16) return kNotBFloat16;
   if (const char* reason = unsupported_reason(plain)) return reason;
-  if (p.scales() || p.weighs_bias() || p.thin || !p.transposed) return kNoKernel;
-  if (!is_fp4(p.packed) && p.first_column % kScaleBlock != 0) return kSplitsBlocks;
+  if (p.scales() || p.weighs_bias() || p.thin) return kNoKernel;
+  const int64_t columns_of_block = !is_fp4(p.packed) ? kScaleBlock : p.transposed ? 1 : kMxBlock;
+  if (p.first_column % columns_of_block != 0) return kSplitsBlocks;
   return weights_unsupported_reason(p.packed, p.E);
 }
 
@@ -56,8 +57,12 @@ ab_status launch_gemm(const PackedUp& up, int multiprocessors, cudaStream_t stre
 }
 
 ab_status launch_gemm(const PackedRowsProduct& p, int multiprocessors, cudaStream_t stream) {
-  const auto launch = is_fp4(p.packed) ? launch_packed_rows_product<Mxfp4> : launch_packed_rows_product<Fp8Blocks>;
-  return launch(p, multiprocessors, stream);
+  const auto with_major = [&]<Major kMajor>() {
+    const auto launch =
+        is_fp4(p.packed) ? launch_packed_rows_product<Mxfp4, kMajor> : launch_packed_rows_product<Fp8Blocks, kMajor>;
+    return launch(p, multiprocessors, stream);
+  };
+  return p.transposed ? with_major.operator()<Major::k>() : with_major.operator()<Major::mn>();
 }
 
 }  // namespace anabranch::cuda::hopper

@@ -4,6 +4,7 @@
 
 #include "torch/blas.h"
 #include "torch/layer.h"
+#include "torch/layer_arguments.h"
 #include "torch/operations.h"
 #include "torch/prepared.h"
 #include "torch/shims.h"

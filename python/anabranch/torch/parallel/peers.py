@@ -20,6 +20,7 @@ from anabranch.peer_exchange import FINISH, MAX_RANKS, START, PeerExchange
 from anabranch.torch.binding import calls, private
 from anabranch.torch.binding.calls import array_of
 from anabranch.torch.binding.define import define
+from anabranch.torch.binding.native import call
 
 _FIRST_BYTES = 1 << 20
 _STEPS = 8
@@ -125,7 +126,7 @@ class GroupExchanges:
         # An exception may have ended the last pass, whose first send is that to TOKENS[0].
         self.release(SUMS, *(TOKENS if buffer == TOKENS[0] else (buffer,)))
         known = self.ready("tokens", self.ranks * x.nbytes)
-        _send(x, known.address, buffer)
+        call(_send, x, known.address, buffer)
         known.held.add(buffer)
         return known.arriving(buffer, self.ranks * x.shape[0], x.shape[1], x.dtype)
 

@@ -73,9 +73,9 @@ def _tensor(view):
 
 
 def _parts(x):
-    """The x of all ranks."""
+    """The x of all ranks. Gloo gets a copy, because its threads release tensors later than the memory of x."""
     parts = [torch.empty(x.nbytes, dtype=torch.uint8) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, x.reshape(-1).view(torch.uint8))
+    dist.all_gather(parts, x.reshape(-1).view(torch.uint8).clone())
     return [part.view(x.dtype).view(x.shape) for part in parts]
 
 

@@ -3,6 +3,7 @@
 Two ranks of a Gloo group run each case; exchange_on_cpu.py stands in for the exchanges.
 """
 
+import contextlib
 import functools
 
 import exchange_on_cpu
@@ -161,23 +162,36 @@ def check_errors(rank):
         assert (exchange_on_cpu.log[0] == ("release", 0, 0)) == sent
 
 
-def module_step(transport, rank, run):
-    """Results and gradients of a layer in two micro-batches, whose forward passes come before the backward passes."""
+def module_step(transport, rank, run, mode=contextlib.nullcontext):
+    """Results and gradients of a layer in two micro-batches, whose forward passes come before the backward passes.
+
+    mode: a context around the backward passes.
+    """
     torch.manual_seed(3)
-    layer = MoE(D, F, E, K, group=dist.group.WORLD, transport=transport)
+    layer = MoE(D, F, E, K, use_bias=True, group=dist.group.WORLD, transport=transport)
     batches = [operands(rank, tokens=tokens)[0].requires_grad_() for tokens in (T, 7)]
     outputs = [run(lambda x: layer(x).output, x) for x in batches]
     for output in outputs:
-        output.square().sum().backward()
+        loss = output.square().sum()
+        with mode():
+            loss.backward()
     return [*outputs, *(x.grad for x in batches), *(p.grad for p in layer.parameters())]
 
 
+def call(function, x):
+    return function(x)
+
+
 def check_a_module(rank):
-    want = module_step("ring", rank, lambda function, x: function(x))
-    for run in (lambda function, x: function(x), functools.partial(checkpoint, use_reentrant=False)):
-        got, used = natively(module_step, "p2p", rank, run)
+    want = module_step("ring", rank, call)
+    for run, mode in (
+        (call, contextlib.nullcontext),
+        (functools.partial(checkpoint, use_reentrant=False), contextlib.nullcontext),
+        (call, Mode),
+    ):
+        got, used = natively(module_step, "p2p", rank, run, mode)
         assert used and all(used)
-        assert_equal(got, want, run)
+        assert_equal(got, want, (run, mode))
 
 
 def check_inference(rank):

@@ -272,8 +272,8 @@ def run_layer(
 
     Args:
       options, tensors: of `moe`.
-      are_parameters: whether w_in, b_in and gate are parameters in the form of `view_parameters`. Allowed without a
-        group in the plain eager case.
+      are_parameters: whether w_in, b_in and gate are parameters in the form of `view_parameters`. Allowed in the plain
+        eager case.
       others: as in `moe`.
     """
     (

@@ -24,7 +24,7 @@ from anabranch.torch.layer import native_group
 from anabranch.torch.layer.gate import biased_gate_logits, gate_backward
 from anabranch.torch.layer.group_halves import Halves, halves
 from anabranch.torch.layer.group_output import GroupConfig, GroupOutput
-from anabranch.torch.layer.operands import Operands, requested_cotangents
+from anabranch.torch.layer.operands import Operands, requested_cotangents, view_gradients, view_parameters
 from anabranch.torch.layer.replay import route_tokens
 from anabranch.torch.ops import torch_ops
 from anabranch.torch.ops.experts import cast_weight
@@ -175,10 +175,19 @@ class _EagerGroupLayer(Function):
             gradients = native_group.backward(config, needs, saved, ctx.group, *cotangents)
         else:
             with without_autocast(device):
-                gradients = _backward(config, needs, saved, *cotangents)
+                gradients = _eager_backward(config, needs, saved, *cotangents)
         if needs["gate"]:
             gradients["gate"] = mean_gradient(ctx.group, gradients["gate"])
         return None, None, None, None, *(gradients.get(name) for name in names)
+
+
+def _eager_backward(config: GroupConfig, needs: Mapping[str, bool], saved: Sequence[Any], *cotangents: Any) -> Any:
+    """`_backward` for operands that may be parameters, see `view_parameters`."""
+    given = Operands(*saved[:6])
+    if given.w_in.dim() != 3:
+        return _backward(config, needs, saved, *cotangents)
+    views = view_parameters(given, config.layer.network.w_in_layout)[:6]
+    return view_gradients(_backward(config, needs, (*views, *saved[6:]), *cotangents), given.w_in, given.b_in)
 
 
 def _eager_layer(config: GroupConfig, operands: Operands, group: Any) -> GroupOutput:
@@ -259,9 +268,11 @@ def _backward(
 
 
 def group_layer(config: GroupConfig, operands: Operands, group: Any) -> GroupOutput:
-    """The layer on checked, flattened operands of this rank of a group."""
+    """The layer on checked, flattened operands of this rank of a group, which may be parameters, see `run_layer`."""
     if native_group.applies(config, operands):
         return _eager_layer(config, operands, group)
+    if operands.w_in.dim() == 3:
+        operands = view_parameters(operands, config.layer.network.w_in_layout, differentiable=True)
     gate, gate_bias = with_mean_gradients(group, operands.gate, operands.gate_bias)
     operands = operands._replace(gate=gate, gate_bias=gate_bias)
     return GroupOutput(*_GroupLayer.call(config, *operands))

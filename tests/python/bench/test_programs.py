@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 from anabranch import _library  # noqa: E402
 from anabranch.bench import BenchError  # noqa: E402
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import beside, c_call, layer, layer_torch, mesh, mesh_torch, processes, timing  # noqa: E402
+from benchmarks import beside, c_call, layer, layer_torch, mesh, mesh_torch, processes, timing, training  # noqa: E402
 from benchmarks.__main__ import OPERATIONS, main  # noqa: E402
 from benchmarks.processes import Case  # noqa: E402
 from benchmarks.shapes import LayerShape  # noqa: E402
@@ -122,6 +122,24 @@ def test_torchs_ranks_on_the_cpu():
     assert eager[0].seconds > 0 and eager[2] > 0
 
 
+def test_training_steps_have_the_losses_of_their_peers(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    dist = torch.distributed
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        shape = LayerShape(16, 32, 16, 4, 2)
+        found = {
+            by: training._rank("cpu", shape, "float32", by, "ring", 1) for by in ("parallelize", "fsdp-grouped_mm")
+        }
+    finally:
+        dist.destroy_process_group()
+    (losses, others) = (result["losses"] for result in found.values())
+    assert losses == pytest.approx(others, rel=1e-5) and losses[-1] < losses[0]
+    monkeypatch.setattr(mesh_torch, "in_ranks", lambda *_: {"seconds": [2.0, 1.0, 4.0], "losses": losses, "peak": 0})
+    (row,) = training._measure(Case("training", "cpu", shape, "float32", "parallelize", transport="ring"), 3)
+    assert row["tokens/s"] == pytest.approx(16 * 2 / 2.0) and row["last loss"] == losses[-1]
+
+
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_help_has_the_operations_own_options_alone(operation, capsys):
     with pytest.raises(SystemExit) as stop:
@@ -139,6 +157,7 @@ def test_help_has_the_operations_own_options_alone(operation, capsys):
         "host": {"--shape", "--tokens"},
         "lora": {"--shape", "--tokens", "--rank", "--shared"},
         "mesh": {"--shape", "--tokens", "--by", "--transport"},
+        "training": {"--shape", "--tokens", "--by", "--transport"},
     }[operation]
     assert said - {"--device", "--dtype", "--quick", "--json", "--busy"} == own
 

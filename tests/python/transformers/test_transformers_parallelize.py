@@ -16,6 +16,7 @@ from accelerate.utils import DistributedType
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_state_dict
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import anabranch.torch.transformers as adapter
 import gloo_ranks
@@ -32,16 +33,20 @@ pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="this torch
 # ---------------------------------------------------------------- models and batches
 
 
-def build(name, lora=False, **options):
+def build(name, lora=False, experts=8):
     """A small model for training, with adapters that have an effect."""
     transformers.logging.set_verbosity_error()
     adapter.register()
     model = copy.deepcopy(small_models.small_model(name, "cpu")).train()
     torch.manual_seed(0)
+    if experts != 8:
+        config = copy.deepcopy(model.config)
+        config.num_experts = experts
+        model = type(model)(config).train()
     model.set_experts_implementation("anabranch")
     if lora:
         names = dict(target_modules=["q_proj", "q_b_proj"], target_parameters=EXPERTS)
-        model = peft.get_peft_model(model, peft.LoraConfig(**dict(r=3, lora_alpha=5) | names | options))
+        model = peft.get_peft_model(model, peft.LoraConfig(r=3, lora_alpha=5, **names))
         for path, value in model.named_parameters():
             if "lora_B" in path:
                 torch.nn.init.normal_(value, std=0.05)
@@ -103,11 +108,25 @@ def check_gradients(model, one):
 # ---------------------------------------------------------------- checks on the ranks
 
 
-def check_passes(rank, ranks, name, lora, data=0, uneven=False):
-    one = build(name, lora)
-    model = adapter.parallelize(build(name, lora), mesh_of(data, ranks // max(data, 1)), equal_tokens=not uneven)
+def check_passes(rank, ranks, name, lora, data=0, uneven=False, experts=8, **options):
+    one, model = build(name, lora, experts), build(name, lora, experts)
+    model = adapter.parallelize(model, mesh_of(data, ranks // max(data, 1)), equal_tokens=not uneven, **options)
     passes(one, model, rank, ranks, uneven)
     check_gradients(model, one)
+
+
+def check_mixed_precision(rank, ranks, data):
+    """float32 parameters, computed in bfloat16, have float32 gradients. The model has biases."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    one = build("gpt_oss").bfloat16()
+    model = adapter.parallelize(build("gpt_oss"), mesh_of(data, ranks // max(data, 1)), mp_policy=policy)
+    for part in batches(ranks):
+        backward(one, part, 44)
+    backward(model, batches(ranks)[rank], 44, ranks)
+    for name, value in model.named_parameters():
+        want = one.get_parameter(name).grad.float()
+        error = (whole(value.grad) - want).norm() / want.norm()
+        assert value.grad.dtype == torch.float32 and error < 2e-2, (name, float(error))
 
 
 def check_a_rank_whose_experts_get_no_token(rank, ranks):
@@ -140,14 +159,29 @@ def check_checkpointing_and_micro_batches(rank, ranks):
     check_gradients(model, one)
 
 
-def check_checkpoints(rank, ranks, folder):
-    """Whole state dicts and files of one process, saving on two ranks, loading what one process saved."""
-    one, model = build("qwen3_moe"), adapter.parallelize(build("qwen3_moe"), mesh_of(0, ranks))
+def check_whole_state(rank, model, one):
+    """The state dict on rank 0 is that of one process."""
     state = get_model_state_dict(model, options=WHOLE)
     if rank == 0:
         assert list(state) == list(one.state_dict())
         for name, value in one.state_dict().items():
             assert torch.equal(state[name], value) and state[name].dtype == value.dtype, name
+    return state
+
+
+def check_saving(rank, ranks, folder, experts):
+    """Whole state dicts of 2 x 2 ranks, and checkpoints that one process loads."""
+    one = build("qwen3_moe", experts=experts)
+    model = adapter.parallelize(build("qwen3_moe", experts=experts), mesh_of(2, ranks // 2))
+    check_whole_state(rank, model, one)
+    checkpoint.save({"model": model.state_dict()}, checkpoint_id=folder / str(experts))
+
+
+def check_checkpoints(rank, ranks, folder):
+    """Whole state dicts and files of one process, saving on two ranks, loading what one process saved."""
+    one, model = build("qwen3_moe"), adapter.parallelize(build("qwen3_moe"), mesh_of(0, ranks))
+    state = check_whole_state(rank, model, one)
+    if rank == 0:
         for each, name in ((model, "ours"), (one, "one")):
             each.save_pretrained(folder / name, state_dict=state if each is model else None)
         for name in ("model.safetensors", "config.json"):
@@ -215,6 +249,8 @@ def check_errors(rank, ranks):
     with pytest.raises(TypeError, match=r"mesh: got .*ProcessGroup.*, expected a torch.distributed.DeviceMesh"):
         adapter.parallelize(build("qwen3_moe"), dist.group.WORLD)
     other = build("qwen3_moe")
+    with pytest.raises(TypeError, match=r"mp_policy: got .*, expected a MixedPrecisionPolicy of FSDP2 or None"):
+        adapter.parallelize(other, mesh_of(0, ranks), mp_policy=torch.bfloat16)
     with torch.no_grad():
         other.lm_head.weight[0, 0] += rank
     with pytest.raises(ValueError, match=r"got different values of lm_head.weight on rank 0 and rank 1"):
@@ -298,6 +334,8 @@ def test_two_processes_equal_one(tmp_path):
         *(functools.partial(check_passes, name=name, lora=lora) for name in MODELS for lora in (False, True)),
         functools.partial(check_passes, name="gpt_oss", lora=False, data=2),
         functools.partial(check_passes, name="qwen3_moe", lora=True, uneven=True),
+        functools.partial(check_passes, name="gpt_oss", lora=True, transport="all_to_all", capacity_factor=8.0),
+        *(functools.partial(check_mixed_precision, data=data) for data in (0, 2)),
         check_a_rank_whose_experts_get_no_token,
         check_checkpointing_and_micro_batches,
         functools.partial(check_checkpoints, folder=tmp_path),
@@ -321,5 +359,17 @@ def test_two_processes_equal_one(tmp_path):
 
 
 def test_two_by_two_processes_equal_one(tmp_path):
-    checks = [functools.partial(check_passes, name="gpt_oss", lora=lora, data=2) for lora in (False, True)]
+    checks = [
+        functools.partial(check_passes, name="gpt_oss", lora=False, data=2),
+        # FSDP2 cannot divide three experts per rank by two.
+        functools.partial(check_passes, name="qwen3_moe", lora=True, data=2, experts=6),
+        functools.partial(check_passes, name="qwen3_moe", lora=False, data=2, experts=6),
+        *(functools.partial(check_saving, folder=tmp_path, experts=experts) for experts in (6, 8)),
+    ]
     start(4, tmp_path, checks)
+    for experts in (6, 8):
+        want = build("qwen3_moe", experts=experts).state_dict()
+        found = {"model": {name: torch.zeros_like(value) for name, value in want.items()}}
+        checkpoint.load(found, checkpoint_id=tmp_path / str(experts), no_dist=True)
+        for name, value in want.items():
+            assert torch.equal(found["model"][name], value), name

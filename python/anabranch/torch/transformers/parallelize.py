@@ -4,7 +4,7 @@ Experts are sharded over the dimension "expert" of a mesh, and everything else b
 keeps its own batch; tokens travel to their experts as in `routed_experts` with a group.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -44,8 +44,8 @@ def parallelize(
 
     The experts of every MoE layer are sharded over the mesh dimension "expert": rank r of P holds E/P experts. FSDP2
     shards all other parameters over all ranks of the mesh, one unit per decoder layer. With a dimension "data", several
-    groups of P ranks hold the same experts, and FSDP2 shards these over "data" too, along the second axis of the
-    weights. Every rank passes its own batch to the model. The model gets the experts implementation "anabranch".
+    groups of P ranks hold the same experts, and FSDP2 shards these over "data" too. Every rank passes its own batch to
+    the model. The model gets the experts implementation "anabranch".
 
     Call it on all ranks after `get_peft_model` and before an optimizer is made. Parameters become DTensors with their
     names and global shapes, so `torch.distributed.checkpoint` saves and loads them on any number of ranks.
@@ -83,12 +83,13 @@ def parallelize(
     check_parallel(expert.get_group(), transport, capacity_factor, False, 0)
     for name, value in (("equal_tokens", equal_tokens), ("reshard_after_forward", reshard_after_forward)):
         check.boolean(name, value)
+    _check_policy(mp_policy)
     base: Any = model
     if hasattr(model, "get_base_model"):
         base = base.get_base_model()
     if not hasattr(base, "set_experts_implementation"):
         raise TypeError(f"model: got a {type(base).__name__}, expected a model of Transformers")
-    register()
+    register()  # with PEFT's adapters, which need whole weights otherwise
     base.set_experts_implementation(NAME)
     modules = {path: module for path, module in experts_modules(model).items() if not hasattr(module, "base_layer")}
     for path, module in modules.items():
@@ -133,6 +134,14 @@ def _meshes(mesh: Any) -> tuple[Any, Any, Any]:
     return data, mesh[EXPERT], dist.init_device_mesh(mesh.device_type, (mesh.size(),), mesh_dim_names=("fsdp",))
 
 
+def _check_policy(value: Any) -> None:
+    """Raises TypeError if the value is neither a MixedPrecisionPolicy nor None."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    if value is not None and not isinstance(value, MixedPrecisionPolicy):
+        raise TypeError(f"mp_policy: got {check.describe(value)}, expected a MixedPrecisionPolicy of FSDP2 or None")
+
+
 def _decoder_layers(model: nn.Module, base: Any) -> list[nn.Module]:
     """The units of FSDP2, inner ones first: the modules that Transformers keeps on one device."""
     names = set(getattr(base, "_no_split_modules", None) or ())
@@ -163,10 +172,10 @@ def _check_experts(path: str, module: nn.Module, ranks: int, data: Any) -> None:
             raise ValueError(
                 f"{path}.{name}: got {value.shape[0]} experts, expected a multiple of the {ranks} ranks of {EXPERT!r}"
             )
-        if data is not None and value.shape[1] % data.size():
+        if data is not None and _axis(module, ranks, data.size()) == 1 and value.shape[1] % data.size():
             raise ValueError(
-                f"{path}.{name}: got {list(value.shape)}, expected a second axis that is a multiple of the "
-                f"{data.size()} ranks of {DATA!r}"
+                f"{path}.{name}: got {list(value.shape)}, expected experts per rank or a second axis that are a "
+                f"multiple of the {data.size()} ranks of {DATA!r}"
             )
 
 
@@ -194,6 +203,16 @@ def _groups(expert: Any, mesh: Any, *, with_hosts: bool) -> tuple[Any, Any]:
     return group, dist.new_subgroups_by_enumeration(rows, backend="gloo")[0] if with_hosts else None
 
 
+def _axis(module: nn.Module, ranks: int, data: int) -> int:
+    """The axis of the weights along which FSDP2 shards them over "data".
+
+    Parts along the first axis are gathered without a copy. FSDP2 would pad them to equal sizes, and torch 2.9 assembles
+    padded ones in a wrong order.
+    """
+    experts = next(module.parameters(recurse=False)).shape[0]
+    return 0 if experts // ranks % data == 0 else 1
+
+
 def _shard_experts(module: nn.Module, expert: Any) -> Iterator[nn.Parameter]:
     """Replaces the weights of all experts by DTensors that hold this rank's experts."""
     rank = expert.get_local_rank()
@@ -204,6 +223,10 @@ def _shard_experts(module: nn.Module, expert: Any) -> Iterator[nn.Parameter]:
         mine = mine if value.is_meta else mine.to(device)
         setattr(module, name, nn.Parameter(sharded(mine, expert), requires_grad=value.requires_grad))
         yield getattr(module, name)
+
+
+def _constant(value: Any) -> Callable[[Any], Any]:
+    return lambda _: value
 
 
 def _fully_shard(
@@ -228,9 +251,9 @@ def _fully_shard(
             # The group's ranks have averaged these gradients. FSDP2 must not shard them a second time.
             ignored |= parameters
             continue
-        # Along the first axis a rank's part would be no contiguous block of the whole weight, and
-        # torch.distributed.checkpoint would save it as one.
-        fully_shard(module, mesh=data, reshard_after_forward=reshard, shard_placement_fn=lambda _: Shard(1), **options)
+        placement = Shard(_axis(module, expert.size(), data.size()))
+        sharding: dict[str, Any] = dict(mesh=data, shard_placement_fn=_constant(placement))
+        fully_shard(module, reshard_after_forward=reshard, **sharding, **options)
     options |= dict(mesh=every, ignored_params=ignored)
     embedding = base.get_input_embeddings()
     if embedding is not None and not getattr(base.config.get_text_config(), "tie_word_embeddings", False):

@@ -15,7 +15,18 @@ torch = pytest.importorskip("torch")
 from anabranch import _library  # noqa: E402
 from anabranch.bench import BenchError  # noqa: E402
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import beside, c_call, layer, layer_torch, mesh, mesh_torch, processes, timing, train  # noqa: E402
+from benchmarks import (
+    beside,
+    c_call,
+    layer,
+    layer_torch,
+    mesh,
+    mesh_torch,
+    processes,
+    timing,
+    train_jax,
+    train_transformers,
+)  # noqa: E402
 from benchmarks.__main__ import OPERATIONS, main  # noqa: E402
 from benchmarks.processes import Case  # noqa: E402
 from benchmarks.shapes import LayerShape  # noqa: E402
@@ -38,7 +49,7 @@ RUNS = {
     "layer": (["--shape", TINY, *FLOAT32, "--by", "c", "--by", "jax"], ["both ms", "both GFLOP/s"]),
     "host": (["--shape", TINY, *FLOAT32], ["forward", "no_grad", "both", "median both, one thread"]),
     "lora": (["--shape", TINY, *FLOAT32, "--rank", "2"], ["forward ms", "both ms", "x frozen"]),
-    "train": (
+    "train_jax": (
         ["--shape", TINY, *FLOAT32, "--layers", "1", "--seq", "8", "--by", "anabranch"],
         ["step ms", "tokens/s", "planned GiB", "bits"],
     ),
@@ -84,11 +95,11 @@ def test_every_implementation_on_the_cpu_is_a_column_or_a_row(capsys):
 
 
 def test_a_step_with_tokamax_and_without_it(capsys, monkeypatch):
-    arguments = ["train", "--quick", "--shape", TINY, *FLOAT32, "--layers", "1", "--seq", "8", "--by", "tokamax"]
-    monkeypatch.setattr(train, "_missing", lambda by: f"{by}: tokamax is not installed: pip install tokamax")
+    arguments = ["train_jax", "--quick", "--shape", TINY, *FLOAT32, "--layers", "1", "--seq", "8", "--by", "tokamax"]
+    monkeypatch.setattr(train_jax, "_missing", lambda by: f"{by}: tokamax is not installed: pip install tokamax")
     assert main(arguments) == 1
     assert "bench: tokamax: tokamax is not installed: pip install tokamax" in capsys.readouterr().err
-    monkeypatch.setattr(train, "_missing", lambda by: "")
+    monkeypatch.setattr(train_jax, "_missing", lambda by: "")
     calls = []
 
     def ragged_dot(lhs, rhs, group_sizes):
@@ -144,6 +155,27 @@ def test_torchs_ranks_on_the_cpu():
     assert eager[0].seconds > 0 and eager[2] > 0
 
 
+def test_training_steps_have_the_losses_of_their_peers(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    dist = torch.distributed
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        shape = LayerShape(16, 32, 16, 4, 2)
+        found = {
+            by: train_transformers._rank("cpu", shape, "float32", by, "ring", 1)
+            for by in ("parallelize", "fsdp-grouped_mm")
+        }
+    finally:
+        dist.destroy_process_group()
+    (losses, others) = (result["losses"] for result in found.values())
+    assert losses == pytest.approx(others, rel=1e-5) and losses[-1] < losses[0]
+    monkeypatch.setattr(mesh_torch, "in_ranks", lambda *_: {"seconds": [2.0, 1.0, 4.0], "losses": losses, "peak": 0})
+    (row,) = train_transformers._measure(
+        Case("train_transformers", "cpu", shape, "float32", "parallelize", transport="ring"), 3
+    )
+    assert row["tokens/s"] == pytest.approx(16 * 2 / 2.0) and row["last loss"] == losses[-1]
+
+
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_help_has_the_operations_own_options_alone(operation, capsys):
     with pytest.raises(SystemExit) as stop:
@@ -160,8 +192,9 @@ def test_help_has_the_operations_own_options_alone(operation, capsys):
         "decode": {"--shape", "--tokens", "--rank", "--weights"},
         "host": {"--shape", "--tokens"},
         "lora": {"--shape", "--tokens", "--rank", "--shared"},
-        "train": {"--shape", "--tokens", "--by", "--layers", "--seq", "--remat", "--mesh"},
+        "train_jax": {"--shape", "--tokens", "--by", "--layers", "--seq", "--remat", "--mesh"},
         "mesh": {"--shape", "--tokens", "--by", "--transport"},
+        "train_transformers": {"--shape", "--tokens", "--by", "--transport"},
     }[operation]
     assert said - {"--device", "--dtype", "--quick", "--json", "--busy"} == own
 

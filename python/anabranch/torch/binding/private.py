@@ -52,7 +52,7 @@ _NAMES = {
     "torch.nn.modules.module:_global_forward_hooks": "as above",
     "torch.nn.modules.module:_global_backward_pre_hooks": "as above",
     "torch.nn.modules.module:_global_backward_hooks": "as above",
-    "torch.nn:Module()._apply": "MoE overrides it to keep the expert bias in float32",
+    "torch.nn:Module()._apply": "MoE overrides it to keep the expert bias in float32; gives meta parameters memory",
     "torch.nn:Module()._load_from_state_dict": "MoE and its shared expert override it, for older state dicts",
 }
 _CUDA_NAMES = {

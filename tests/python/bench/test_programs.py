@@ -1,6 +1,7 @@
 """Every benchmark runs at a tiny shape on the CPU, and says what is wrong with its arguments. No figure is tested."""
 
 import json
+import pathlib
 import re
 import shutil
 import subprocess
@@ -68,6 +69,16 @@ def test_a_program_runs_on_the_cpu(operation, tmp_path, capsys):
     assert written["machine"]["cpu backend"] == "available"
     for row in written["rows"][operation]:
         assert all(row[name] > 0 for name in columns), row
+
+
+def test_a_profile_has_the_phases_of_both_front_ends_and_a_file(tmp_path, capsys):
+    options = ["--shape", TINY, *FLOAT32, *flags("--by", ["torch", "jax"]), "--out", str(tmp_path)]
+    rows = report(capsys, "profile", "--quick", *options)
+    for by, time in (("torch", "host"), ("jax", "device")):
+        found = {row["phase"]: row for row in rows if row["by"] == by}
+        assert {"gate", "route", "plan", "up", "down", "hidden_gradient", "weight_gradients", "d_x"} <= set(found)
+        assert all(row[time] > 0 and pathlib.Path(row["timeline"]).stat().st_size > 0 for row in found.values())
+        assert sum(row["share"] for row in found.values()) == pytest.approx(1)
 
 
 def test_every_implementation_on_the_cpu_is_a_column_or_a_row(capsys):
@@ -139,6 +150,7 @@ def test_help_has_the_operations_own_options_alone(operation, capsys):
         "host": {"--shape", "--tokens"},
         "lora": {"--shape", "--tokens", "--rank", "--shared"},
         "mesh": {"--shape", "--tokens", "--by", "--transport"},
+        "profile": {"--shape", "--tokens", "--by", "--out"},
     }[operation]
     assert said - {"--device", "--dtype", "--quick", "--json", "--busy"} == own
 
@@ -292,6 +304,7 @@ ON_GPU = {
     "decode": ["--shape", "1,256,128,16,2", "--tokens", "4"],
     "host": [],
     "lora": ["--rank", "16"],
+    "profile": ["--shape", "2048,256,128,16,2", "--by", "torch", "--by", "jax"],
 }
 
 

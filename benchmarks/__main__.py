@@ -30,6 +30,7 @@ OPERATIONS = {
     "lora": "lora",
     "mesh": "mesh",
     "profile": "profile",
+    "generate": "generate",
 }
 #: The operations that run if none is given, each in its own process.
 TOGETHER = {"cpu": ("router", "plan", "dispatch", "experts", "layer"), "cuda": ("router", "plan", "dispatch")}

@@ -29,6 +29,7 @@ OPERATIONS = {
     "host": "host",
     "lora": "lora",
     "mesh": "mesh",
+    "train": "train",
     "profile": "profile",
     "generate": "generate",
 }

@@ -5,6 +5,7 @@
 
 #include "torch/blas.h"
 #include "torch/operations.h"
+#include "torch/phase_range.h"
 #include "torch/prepared.h"
 
 namespace anabranch::torch {
@@ -54,12 +55,14 @@ Tensor gradient_on_cpu(const Tensor& given_x, const Tensor& d_logits) {
 }  // namespace
 
 Tensor gate_logits(const Tensor& x, const Tensor& gate) {
+  const PhaseRange range("anabranch/gate");
   if (!x.on_cuda()) return rows_on_cpu(x, gate);
   return multiply(x, gate, shims.dtype_float32());
 }
 
 std::pair<Tensor, Tensor> gate_backward(const Tensor& x, const Tensor& gate, const Tensor& d_logits, bool needs_x,
                                         bool needs_gate) {
+  const PhaseRange range("anabranch/gate_backward");
   std::pair<Tensor, Tensor> gradients;
   if (!x.on_cuda()) {
     if (needs_x) gradients.first = to_dtype(rows_on_cpu(d_logits, transposed(gate)), x.dtype());

@@ -52,6 +52,10 @@ const char* find_shims(void* cpu, void* cuda) {
 #undef ANABRANCH_TORCH_REQUIRE
   }
   find(cpu, "torch_delete_stable_ivalue", shims.delete_value);
+  if (!find(cpu, "aoti_record_function_end", shims.record_end) ||
+      !find(cpu, "aoti_record_function_start", shims.record_start)) {
+    shims.record_start = nullptr;
+  }
   return nullptr;
 }
 

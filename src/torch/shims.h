@@ -73,6 +73,9 @@ struct Shims {
   int (*omp_get_max_threads)();
   // Since torch 2.13; before, the value of an optional argument is allocated with new.
   Error (*delete_value)(Value*);
+  // Ranges in the traces of torch.profiler. NULL: this torch lacks one of them, and its traces have no ranges of ours.
+  Error (*record_start)(const char* name, void* keywords, void* const* inputs, uint64_t num_inputs, void** range);
+  Error (*record_end)(void* range);
 };
 
 extern Shims shims;

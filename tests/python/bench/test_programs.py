@@ -1,6 +1,7 @@
 """Every benchmark runs at a tiny shape on the CPU, and says what is wrong with its arguments. No figure is tested."""
 
 import json
+import pathlib
 import re
 import shutil
 import subprocess
@@ -14,8 +15,9 @@ torch = pytest.importorskip("torch")
 
 from anabranch import _library  # noqa: E402
 from anabranch.bench import BenchError  # noqa: E402
+from anabranch.torch.transformers.packed_config import OLDEST  # noqa: E402
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import (
+from benchmarks import (  # noqa: E402
     beside,
     c_call,
     layer,
@@ -26,7 +28,7 @@ from benchmarks import (
     timing,
     train_jax,
     train_transformers,
-)  # noqa: E402
+)
 from benchmarks.__main__ import OPERATIONS, main  # noqa: E402
 from benchmarks.processes import Case  # noqa: E402
 from benchmarks.shapes import LayerShape  # noqa: E402
@@ -54,6 +56,7 @@ RUNS = {
         ["step ms", "tokens/s", "planned GiB", "bits"],
     ),
     "decode": (["--shape", TINY, "--tokens", "3", "--rank", "2", *FLOAT32], ["layer", "x floor", "experts", "r = 2"]),
+    "generate": (["--by", "hf", "--by", "ours", *FLOAT32], ["tokens/s", "prompt ms", "weights GiB"]),
 }
 
 
@@ -84,6 +87,28 @@ def test_a_program_runs_on_the_cpu(operation, tmp_path, capsys):
     assert written["machine"]["cpu backend"] == "available"
     for row in written["rows"][operation]:
         assert all(row[name] > 0 for name in columns), row
+
+
+def test_packed_models_generate_the_same_tokens_however_they_are_made():
+    """A release of Transformers that packed_config does not support packs in the model."""
+    generate = pytest.importorskip("benchmarks.generate")
+    pytest.importorskip("transformers", minversion=".".join(map(str, OLDEST)))
+    plain, other = (generate.plain_model(generate._TINY, "bfloat16", "cpu") for _ in range(2))
+    size, count = generate._weight_bytes(plain), (2, 4, 3)
+    loaded, packed = generate.packed_from_checkpoint(plain), generate.packed_in_place(other)
+    tokens = [generate.generated(model, *count) for model in (loaded, packed)]
+    assert tokens[0].shape == (2, 7) and torch.equal(*tokens)
+    assert generate._weight_bytes(loaded) == generate._weight_bytes(packed) < 0.6 * size
+
+
+def test_a_profile_has_the_phases_of_both_front_ends_and_a_file(tmp_path, capsys):
+    options = ["--shape", TINY, *FLOAT32, *flags("--by", ["torch", "jax"]), "--out", str(tmp_path)]
+    rows = report(capsys, "profile", "--quick", *options)
+    for by, time in (("torch", "host"), ("jax", "device")):
+        found = {row["phase"]: row for row in rows if row["by"] == by}
+        assert {"gate", "route", "plan", "up", "down", "hidden_gradient", "weight_gradients", "d_x"} <= set(found)
+        assert all(row[time] > 0 and pathlib.Path(row["timeline"]).stat().st_size > 0 for row in found.values())
+        assert sum(row["share"] for row in found.values()) == pytest.approx(1)
 
 
 def test_every_implementation_on_the_cpu_is_a_column_or_a_row(capsys):
@@ -195,6 +220,8 @@ def test_help_has_the_operations_own_options_alone(operation, capsys):
         "train_jax": {"--shape", "--tokens", "--by", "--layers", "--seq", "--remat", "--mesh"},
         "mesh": {"--shape", "--tokens", "--by", "--transport"},
         "train_transformers": {"--shape", "--tokens", "--by", "--transport"},
+        "profile": {"--shape", "--tokens", "--by", "--out"},
+        "generate": {"--by", "--batch", "--prompt", "--new"},
     }[operation]
     assert said - {"--device", "--dtype", "--quick", "--json", "--busy"} == own
 
@@ -215,6 +242,7 @@ def test_help_has_the_operations_own_options_alone(operation, capsys):
         (["experts", "--precision", "fp8", "--shape", "8,16,16,4,2"], "expected D and F to be multiples of 128"),
         (["torch", "--device", "cpu"], "argument --device: invalid choice: 'cpu' (choose from "),
         (["mesh", "--by", "moe", "--transport", "ragged"], "--transport: got ragged with moe, expected ring or all_to_all"),
+        (["generate", "--new", "1"], "--new: got 1, expected at least 2"),
         (["--device", "cuda", "layer"], "OPERATION: got layer after options, expected it before its options"),
         (["router", "--json", "/nowhere/rows.json"], "--json: got /nowhere/rows.json, expected a file that can be"),
     ],
@@ -348,6 +376,8 @@ ON_GPU = {
     "decode": ["--shape", "1,256,128,16,2", "--tokens", "4"],
     "host": [],
     "lora": ["--rank", "16"],
+    "profile": ["--shape", "2048,256,128,16,2", "--by", "torch", "--by", "jax"],
+    "generate": [],
 }
 
 

@@ -29,7 +29,10 @@ OPERATIONS = {
     "host": "host",
     "lora": "lora",
     "mesh": "mesh",
-    "train": "train",
+    "train_jax": "train_jax",
+    "train_transformers": "train_transformers",
+    "profile": "profile",
+    "generate": "generate",
 }
 #: The operations that run if none is given, each in its own process.
 TOGETHER = {"cpu": ("router", "plan", "dispatch", "experts", "layer"), "cuda": ("router", "plan", "dispatch")}

@@ -35,7 +35,7 @@ def measure_layer(
     transport None: the layer of each rank alone, without a group, with all experts. Eager calls keep the queue full if
     the host is faster than the device. A graph contains a batch of calls, with NCCL.
     """
-    found = _in_ranks(device, _layer, (shape, dtype, transport, capacity_factor, repeats))
+    found = in_ranks(device, _layer, (shape, dtype, transport, capacity_factor, repeats))
     times = {}
     for mode in MODES[device]:
         forward, both = (timing.summary(samples) for samples in found[mode])
@@ -46,11 +46,11 @@ def measure_layer(
 def measure_all_to_all(count: int, dtype: str, device: str, repeats: int) -> tuple[Timing, int]:
     """Times one exchange between all ranks with `count` elements per rank; also returns the bytes that a rank sends."""
     ranks = ranks_on(device)
-    samples = _in_ranks(device, _all_to_all, (count, dtype, repeats))
+    samples = in_ranks(device, _all_to_all, (count, dtype, repeats))
     return timing.summary(samples), count // ranks * (ranks - 1) * ITEMSIZES[dtype]
 
 
-def _in_ranks(device: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def in_ranks(device: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """Runs `function` in one process per rank and returns the result of rank 0, converted through JSON."""
     torch, ranks = timing.torch_on(device), ranks_on(device)
     with socket.socket() as free:

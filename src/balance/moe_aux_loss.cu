@@ -5,6 +5,7 @@
 #include "balance/score_sum.cuh"
 #include "core/cuda/launch.h"
 #include "core/entry.h"
+#include "core/range.h"
 #include "core/tensor.h"
 
 namespace anabranch::cuda {
@@ -66,6 +67,7 @@ ab_status ab_cuda_moe_aux_loss_workspace(const ab_moe_aux_loss_args* args, const
 
 ab_status ab_cuda_moe_aux_loss(const ab_moe_aux_loss_args* args, const ab_exec* exec) {
   AB_ENTER(args, exec);
+  const Range range(Phase::aux_loss);
   MoeAuxLoss op;
   cuda::ColumnSums sums;
   size_t bytes = 0;

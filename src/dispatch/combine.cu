@@ -5,6 +5,7 @@
 #include "anabranch/cuda.h"
 #include "core/cuda/launch.h"
 #include "core/entry.h"
+#include "core/range.h"
 #include "dispatch/columns.cuh"
 #include "dispatch/slots.cuh"
 
@@ -140,6 +141,7 @@ using namespace anabranch;
 
 extern "C" ab_status ab_cuda_combine(const ab_combine_args* args, const ab_exec* exec) {
   AB_ENTER(args, exec);
+  const Range range(Phase::combine);
   GatherSum sum;
   AB_RETURN_IF_ERROR(check_combine(args, &sum));
   return cuda::compute_sum(sum, cuda::stream_of(exec));

@@ -3,6 +3,7 @@
 #include "anabranch/cuda.h"
 #include "core/cuda/named_barrier.cuh"
 #include "core/entry.h"
+#include "core/range.h"
 #include "dispatch/slots.cuh"
 #include "dispatch/spread.cuh"
 
@@ -143,6 +144,7 @@ using namespace anabranch;
 
 extern "C" ab_status ab_cuda_combine_backward(const ab_combine_backward_args* args, const ab_exec* exec) {
   AB_ENTER(args, exec);
+  const Range range(Phase::combine_backward);
   Spread spread;
   AB_RETURN_IF_ERROR(check_combine_backward(args, &spread));
   const cudaStream_t stream = cuda::stream_of(exec);

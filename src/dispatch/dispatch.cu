@@ -1,6 +1,7 @@
 // ab_cuda_dispatch: each warp reads a part of a token once and writes it to the row of each of the token's slots.
 #include "anabranch/cuda.h"
 #include "core/entry.h"
+#include "core/range.h"
 #include "dispatch/slots.cuh"
 #include "dispatch/spread.cuh"
 
@@ -76,6 +77,7 @@ using namespace anabranch;
 
 extern "C" ab_status ab_cuda_dispatch(const ab_dispatch_args* args, const ab_exec* exec) {
   AB_ENTER(args, exec);
+  const Range range(Phase::dispatch);
   Spread spread;
   AB_RETURN_IF_ERROR(check_dispatch(args, &spread));
   return cuda::launch_spread(spread, cuda::stream_of(exec));

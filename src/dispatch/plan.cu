@@ -12,6 +12,7 @@
 #include "core/cuda/launch.h"
 #include "core/cuda/warp.cuh"
 #include "core/entry.h"
+#include "core/range.h"
 #include "core/tensor.h"
 #include "dispatch/lanes_with_same.cuh"
 #include "dispatch/plan.h"
@@ -364,6 +365,7 @@ ab_status ab_cuda_plan_workspace(const ab_plan_args* args, const ab_exec* exec, 
 
 ab_status ab_cuda_plan(const ab_plan_args* args, const ab_exec* exec) {
   AB_ENTER(args, exec);
+  const Range range(Phase::plan);
   cuda::Plan plan;
   size_t bytes = 0;
   AB_RETURN_IF_ERROR(cuda::parse(args, exec->workspace, &plan, &bytes));

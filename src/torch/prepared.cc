@@ -5,6 +5,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "torch/phase_range.h"
+
 namespace anabranch::torch {
 
 namespace {
@@ -118,7 +120,10 @@ class Prepared {
     if (arguments.device_type != shims.device_type_cpu()) {
       check(shims.get_stream(arguments.device_index, &d.exec->stream), "return its stream");
     }
-    for (int32_t i = 0; i < d.num_calls; ++i) check_status(d.calls[i].function(d.calls[i].args, d.exec));
+    for (int32_t i = 0; i < d.num_calls; ++i) {
+      const PhaseRange range(d.calls[i].phase);
+      check_status(d.calls[i].function(d.calls[i].args, d.exec));
+    }
     return results;
   }
 

@@ -52,6 +52,7 @@ struct Call {
   ab_status (*function)(const void* args, const ab_exec* exec);
   ab_status (*query)(const void* args, const ab_exec* exec, size_t* bytes);  // of the workspace; may be NULL
   const void* args;
+  const char* phase;  // see PhaseRange
 };
 
 struct Description {

@@ -52,6 +52,10 @@ const char* find_shims(void* cpu, void* cuda) {
 #undef ANABRANCH_TORCH_REQUIRE
   }
   find(cpu, "torch_delete_stable_ivalue", shims.delete_value);
+  if (!find(cpu, "aoti_record_function_end", shims.record_end) ||
+      !find(cpu, "aoti_record_function_start", shims.record_start)) {
+    shims.record_start = nullptr;
+  }
   return nullptr;
 }
 
@@ -138,6 +142,13 @@ Tensor empty(int64_t rank, const int64_t* sizes, int32_t dtype, int32_t device_t
     fail(kTorchOutOfMemory, "torch failed to allocate memory");
   }
   return Tensor(handle);
+}
+
+Tensor zeros(int64_t rank, const int64_t* sizes, int32_t dtype, int32_t device_type, int32_t device_index) {
+  Tensor tensor = empty(rank, sizes, dtype, device_type, device_index);
+  Value stack[] = {tensor.release_value()};
+  check(dispatch("aten::zero_", "", stack), "clear a tensor");
+  return Tensor(stack[0]);
 }
 
 bool is_contiguous(const Tensor& tensor) {

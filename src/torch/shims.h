@@ -73,6 +73,9 @@ struct Shims {
   int (*omp_get_max_threads)();
   // Since torch 2.13; before, the value of an optional argument is allocated with new.
   Error (*delete_value)(Value*);
+  // Ranges in the traces of torch.profiler. NULL: this torch lacks one of them, and its traces have no ranges of ours.
+  Error (*record_start)(const char* name, void* keywords, void* const* inputs, uint64_t num_inputs, void** range);
+  Error (*record_end)(void* range);
 };
 
 extern Shims shims;
@@ -158,6 +161,8 @@ class DeviceGuard {
 
 // A new tensor; strides are row-major.
 Tensor empty(int64_t rank, const int64_t* sizes, int32_t dtype, int32_t device_type, int32_t device_index);
+// A new tensor that is 0.
+Tensor zeros(int64_t rank, const int64_t* sizes, int32_t dtype, int32_t device_type, int32_t device_index);
 bool is_contiguous(const Tensor& tensor);
 Tensor contiguous(Tensor tensor);
 // A contiguous tensor with other sizes, beginning at element `start` of its memory.

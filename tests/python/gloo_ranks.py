@@ -11,12 +11,12 @@ import torch.multiprocessing
 IMPORTED = ["torch", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "anabranch.torch"]
 
 
-def start(function, ranks, *arguments, timeout=300):
+def start(function, ranks, *arguments, timeout=300, imported=()):
     """Calls function(rank, *arguments) in `ranks` processes, which are forks of one that has imported torch.
 
-    An error of a rank is raised here. After `timeout` seconds all ranks are ended, because one may wait for ever.
+    It imports the modules `imported` too, if it has not been started before. An error of a rank is raised here. After `timeout` seconds all ranks are ended, because one may wait for ever.
     """
-    torch.multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTED)
+    torch.multiprocessing.get_context("forkserver").set_forkserver_preload([*IMPORTED, *imported])
     group = torch.multiprocessing.start_processes(
         function, arguments, nprocs=ranks, join=False, start_method="forkserver"
     )

@@ -1,6 +1,7 @@
 // ab_cuda_exchange_all_gather, ab_cuda_exchange_all_to_all, ab_cuda_exchange_sum and ab_cuda_exchange_release.
 #include "core/cuda/launch.h"
 #include "core/entry.h"
+#include "core/range.h"
 #include "exchange/cuda/returning.h"
 #include "exchange/cuda/small_call.h"
 #include "exchange/cuda/steps.h"
@@ -108,16 +109,19 @@ using namespace anabranch;
 
 extern "C" ab_status ab_cuda_exchange_all_gather(const ab_exchange_all_gather_args* args, const ab_exec* exec) {
   AB_ENTER(args, exec);
+  const Range range(Phase::exchange);
   return cuda::run(exchange::check_all_gather, args, exec);
 }
 
 extern "C" ab_status ab_cuda_exchange_all_to_all(const ab_exchange_all_to_all_args* args, const ab_exec* exec) {
   AB_ENTER(args, exec);
+  const Range range(Phase::exchange);
   return cuda::run(exchange::check_all_to_all, args, exec);
 }
 
 extern "C" ab_status ab_cuda_exchange_sum(const ab_exchange_sum_args* args, const ab_exec* exec) {
   AB_ENTER(args, exec);
+  const Range range(Phase::exchange);
   AB_RETURN_IF_ERROR(cuda::check_usable(args->exchange));
   AB_RETURN_IF_ERROR(exchange::check_sum(args, args->exchange->shape));
   cuda::ReturningSums returning;
@@ -129,6 +133,7 @@ extern "C" ab_status ab_cuda_exchange_sum(const ab_exchange_sum_args* args, cons
 
 extern "C" ab_status ab_cuda_exchange_release(const ab_exchange_release_args* args, const ab_exec* exec) {
   AB_ENTER(args, exec);
+  const Range range(Phase::exchange);
   AB_RETURN_IF_ERROR(cuda::check_usable(args->exchange));
   AB_RETURN_IF_ERROR(exchange::check_buffer(args->buffer));
   if (args->reserved != 0) return AB_INVALID("reserved: got %d, expected 0", args->reserved);

@@ -5,6 +5,7 @@
 #include "anabranch/cuda.h"
 #include "core/cuda/launch.h"
 #include "core/entry.h"
+#include "core/range.h"
 #include "core/tensor.h"
 #include "core/workspace.h"
 #include "experts/check.h"
@@ -268,12 +269,22 @@ struct Backward {
   }
 
   ab_status run(const Device& device, cudaStream_t stream) const {
-    const int multiprocessors = device.multiprocessors;
+    AB_RETURN_IF_ERROR(run_hidden(device, stream));
+    AB_RETURN_IF_ERROR(run_weights(device, stream));
+    if (args.dx_rows == nullptr) return ok();
+    const Range range(Phase::d_x);
+    return fp8 ? compute_inputs_fp8(device, stream) : compute_inputs(device, stream);
+  }
+
+  // The gradients of the intermediate rows and of the weights of routing, and the operands of the adapters.
+  ab_status run_hidden(const Device& device, cudaStream_t stream) const {
+    const Range range(args.h != nullptr ? Phase::hidden_gradient : Phase::weight_gradients);
     const bool arrives_first =
         fp8 || converts() || s.rank_in + s.rank_out > 0 || args.h == nullptr || args.w_out_block_scales != nullptr;
     if (arriving && arrives_first) AB_RETURN_IF_ERROR(arriving.await_all(stream));
     if (converts()) {
-      AB_RETURN_IF_ERROR(convert(Floats(args.d_out), d_out, args.d_out->shape[0] * s.D, multiprocessors, stream));
+      AB_RETURN_IF_ERROR(
+          convert(Floats(args.d_out), d_out, args.d_out->shape[0] * s.D, device.multiprocessors, stream));
     }
     AB_RETURN_IF_ERROR(lora.fill(device, stream));
     AB_RETURN_IF_ERROR(lora.compute_v_out(rows(), device, stream));
@@ -282,7 +293,14 @@ struct Backward {
                          : arriving && !arrives_first ? compute_arriving_intermediate(device, stream)
                                                       : compute_intermediate(device, stream));
     }
-    if (args.d_weights != nullptr) AB_RETURN_IF_ERROR(compute_slot_gradient(slots(device), multiprocessors, stream));
+    if (args.d_weights == nullptr) return ok();
+    return compute_slot_gradient(slots(device), device.multiprocessors, stream);
+  }
+
+  // The gradients of the experts' parameters.
+  ab_status run_weights(const Device& device, cudaStream_t stream) const {
+    const Range range(Phase::weight_gradients);
+    const int multiprocessors = device.multiprocessors;
     if (args.d_w_out != nullptr) AB_RETURN_IF_ERROR(compute_weight_gradient(out_weights(), scratch, device, stream));
     if (args.d_b_out != nullptr) {
       AB_RETURN_IF_ERROR(compute_bias_gradient(out_bias(), scratch, multiprocessors, stream));
@@ -291,9 +309,7 @@ struct Backward {
     if (args.d_b_in != nullptr) {
       AB_RETURN_IF_ERROR(compute_bias_gradient(in_bias(), scratch, multiprocessors, stream));
     }
-    AB_RETURN_IF_ERROR(lora.compute_v_in_and_gradients(rows(), device, stream));
-    if (args.dx_rows == nullptr) return ok();
-    return fp8 ? compute_inputs_fp8(device, stream) : compute_inputs(device, stream);
+    return lora.compute_v_in_and_gradients(rows(), device, stream);
   }
 };
 

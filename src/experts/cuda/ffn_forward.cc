@@ -5,6 +5,7 @@
 #include "anabranch/cuda.h"
 #include "core/cuda/launch.h"
 #include "core/entry.h"
+#include "core/range.h"
 #include "core/tensor.h"
 #include "core/workspace.h"
 #include "experts/check.h"
@@ -95,23 +96,28 @@ struct Forward {
   int64_t x_rows() const { return s.K > 0 ? s.T : s.R; }
 
   ab_status run_fp8(const Device& device, cudaStream_t stream) const {
+    AB_RETURN_IF_ERROR(run_up_fp8(device, stream));
+    if (args.y == nullptr) return ok();
+    const Range range(Phase::down);
+    AB_RETURN_IF_ERROR(w_out.fill(stream));
+    return compute_rows_product(Fp8RowsProduct{down(), rows_of(a8), w_out.weights()}, device, stream);
+  }
+
+  ab_status run_up_fp8(const Device& device, cudaStream_t stream) const {
+    const Range range(Phase::up);
     if (arriving) AB_RETURN_IF_ERROR(arriving.await_all(stream));
     if (args.x_q == nullptr) AB_RETURN_IF_ERROR(quantize_rows(Floats(args.x), x_rows(), s.D, x8, stream));
     AB_RETURN_IF_ERROR(w_in.fill(stream));
     AB_RETURN_IF_ERROR(fill_factors(device, stream));
     AB_RETURN_IF_ERROR(compute_u(device, stream));
     AB_RETURN_IF_ERROR(compute_up(Fp8Up{up(), rows_of(x8), w_in.weights(), a8}, device, stream));
-    AB_RETURN_IF_ERROR(compute_z(device, stream));
-    if (args.y == nullptr) return ok();
-    AB_RETURN_IF_ERROR(w_out.fill(stream));
-    return compute_rows_product(Fp8RowsProduct{down(), rows_of(a8), w_out.weights()}, device, stream);
+    return compute_z(device, stream);
   }
 
   ab_status run(const Device& device, cudaStream_t stream) const {
-    AB_RETURN_IF_ERROR(fill_factors(device, stream));
-    AB_RETURN_IF_ERROR(compute_up_of_rows(device, stream));
-    AB_RETURN_IF_ERROR(compute_z(device, stream));
+    AB_RETURN_IF_ERROR(run_up(device, stream));
     if (args.y == nullptr) return ok();
+    const Range range(Phase::down);
     if (plain_w_out.is_packed()) {
       const PackedRowsProduct packed{down(), plain_w_out.matrices()};
       PackedPath path;
@@ -124,6 +130,13 @@ struct Forward {
       op.w = w;
       return compute_rows_product(op, device, stream);
     });
+  }
+
+  ab_status run_up(const Device& device, cudaStream_t stream) const {
+    const Range range(Phase::up);
+    AB_RETURN_IF_ERROR(fill_factors(device, stream));
+    AB_RETURN_IF_ERROR(compute_up_of_rows(device, stream));
+    return compute_z(device, stream);
   }
 
   // u and the up GEMM.

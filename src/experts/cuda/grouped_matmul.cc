@@ -2,6 +2,7 @@
 #include "anabranch/cuda.h"
 #include "core/cuda/launch.h"
 #include "core/entry.h"
+#include "core/range.h"
 #include "core/tensor.h"
 #include "core/workspace.h"
 #include "experts/check.h"
@@ -104,6 +105,7 @@ ab_status ab_cuda_grouped_matmul_workspace(const ab_grouped_matmul_args* args, c
 
 ab_status ab_cuda_grouped_matmul(const ab_grouped_matmul_args* args, const ab_exec* exec) {
   AB_ENTER(args, exec);
+  const Range range(Phase::grouped_matmul);
   GroupedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
   cuda::Fp8Product fp8(*args, s, exec);
@@ -130,6 +132,7 @@ ab_status ab_cuda_grouped_matmul_dw_workspace(const ab_grouped_matmul_dw_args* a
 
 ab_status ab_cuda_grouped_matmul_dw(const ab_grouped_matmul_dw_args* args, const ab_exec* exec) {
   AB_ENTER(args, exec);
+  const Range range(Phase::grouped_matmul);
   GroupedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
   const cuda::GroupedMatmulDw op(*args, s, exec);

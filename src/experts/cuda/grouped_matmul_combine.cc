@@ -7,6 +7,7 @@
 #include "anabranch/cuda.h"
 #include "core/cuda/launch.h"
 #include "core/entry.h"
+#include "core/range.h"
 #include "core/tensor.h"
 #include "dispatch/columns_from.h"
 #include "dispatch/combine.h"
@@ -174,6 +175,7 @@ ab_status ab_cuda_grouped_matmul_combine_workspace(const ab_grouped_matmul_combi
 
 ab_status ab_cuda_grouped_matmul_combine(const ab_grouped_matmul_combine_args* args, const ab_exec* exec) {
   AB_ENTER(args, exec);
+  const Range range(args->backward != 0 ? Phase::d_x : Phase::down);
   CombinedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
   cuda::ReturningSums returning;

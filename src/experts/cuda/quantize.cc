@@ -2,6 +2,7 @@
 #include "core/cuda/device.h"
 #include "core/cuda/launch.h"
 #include "core/entry.h"
+#include "core/range.h"
 #include "experts/check.h"
 #include "experts/cuda/fp8_operands.h"
 
@@ -18,6 +19,7 @@ ab_status ab_cuda_quantize_rows_workspace(const ab_quantize_rows_args* args, con
 
 ab_status ab_cuda_quantize_rows(const ab_quantize_rows_args* args, const ab_exec* exec) {
   AB_ENTER(args, exec);
+  const Range range(Phase::quantize);
   QuantizedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
   if (s.R * s.D == 0) return ok();
@@ -38,6 +40,7 @@ ab_status ab_cuda_quantize_weights_workspace(const ab_quantize_weights_args* arg
 
 ab_status ab_cuda_quantize_weights(const ab_quantize_weights_args* args, const ab_exec* exec) {
   AB_ENTER(args, exec);
+  const Range range(Phase::quantize);
   QuantizedSizes s;
   AB_RETURN_IF_ERROR(check(args, &s));
   if (s.E * s.D * s.P * s.F == 0) return ok();

@@ -3,6 +3,7 @@
 
 #include "anabranch/cuda.h"
 #include "core/entry.h"
+#include "core/range.h"
 #include "core/tensor.h"
 #include "router/check.h"
 #include "router/cuda/backward.cuh"
@@ -138,6 +139,7 @@ ab_status ab_cuda_router_backward_workspace(const ab_router_backward_args* args,
 
 ab_status ab_cuda_router_backward(const ab_router_backward_args* args, const ab_exec* exec) {
   AB_ENTER(args, exec);
+  const Range range(Phase::route_backward);
   RouterBackward op;
   AB_RETURN_IF_ERROR(check_router_backward(args, &op));
   if (op.E > AB_CUDA_MAX_EXPERTS) {

@@ -5,6 +5,7 @@
 
 #include "anabranch/cuda.h"
 #include "core/entry.h"
+#include "core/range.h"
 #include "core/tensor.h"
 #include "router/check.h"
 #include "router/cuda/forward.cuh"
@@ -195,6 +196,7 @@ ab_status ab_cuda_router_forward_workspace(const ab_router_forward_args* args, c
 
 ab_status ab_cuda_router_forward(const ab_router_forward_args* args, const ab_exec* exec) {
   AB_ENTER(args, exec);
+  const Range range(Phase::route);
   RouterForward op;
   AB_RETURN_IF_ERROR(check_router_forward(args, &op));
   cuda::RouteLaunch route;

@@ -1,6 +1,7 @@
 """Every benchmark runs at a tiny shape on the CPU, and says what is wrong with its arguments. No figure is tested."""
 
 import json
+import pathlib
 import re
 import shutil
 import subprocess
@@ -14,8 +15,20 @@ torch = pytest.importorskip("torch")
 
 from anabranch import _library  # noqa: E402
 from anabranch.bench import BenchError  # noqa: E402
+from anabranch.torch.transformers.packed_config import OLDEST  # noqa: E402
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import beside, c_call, layer, layer_torch, mesh, mesh_torch, processes, timing, train  # noqa: E402
+from benchmarks import (  # noqa: E402
+    beside,
+    c_call,
+    layer,
+    layer_torch,
+    mesh,
+    mesh_torch,
+    processes,
+    timing,
+    train_jax,
+    train_transformers,
+)
 from benchmarks.__main__ import OPERATIONS, main  # noqa: E402
 from benchmarks.processes import Case  # noqa: E402
 from benchmarks.shapes import LayerShape  # noqa: E402
@@ -38,11 +51,12 @@ RUNS = {
     "layer": (["--shape", TINY, *FLOAT32, "--by", "c", "--by", "jax"], ["both ms", "both GFLOP/s"]),
     "host": (["--shape", TINY, *FLOAT32], ["forward", "no_grad", "both", "median both, one thread"]),
     "lora": (["--shape", TINY, *FLOAT32, "--rank", "2"], ["forward ms", "both ms", "x frozen"]),
-    "train": (
+    "train_jax": (
         ["--shape", TINY, *FLOAT32, "--layers", "1", "--seq", "8", "--by", "anabranch"],
         ["step ms", "tokens/s", "planned GiB", "bits"],
     ),
     "decode": (["--shape", TINY, "--tokens", "3", "--rank", "2", *FLOAT32], ["layer", "x floor", "experts", "r = 2"]),
+    "generate": (["--by", "hf", "--by", "ours", *FLOAT32], ["tokens/s", "prompt ms", "weights GiB"]),
 }
 
 
@@ -75,6 +89,28 @@ def test_a_program_runs_on_the_cpu(operation, tmp_path, capsys):
         assert all(row[name] > 0 for name in columns), row
 
 
+def test_packed_models_generate_the_same_tokens_however_they_are_made():
+    """A release of Transformers that packed_config does not support packs in the model."""
+    generate = pytest.importorskip("benchmarks.generate")
+    pytest.importorskip("transformers", minversion=".".join(map(str, OLDEST)))
+    plain, other = (generate.plain_model(generate._TINY, "bfloat16", "cpu") for _ in range(2))
+    size, count = generate._weight_bytes(plain), (2, 4, 3)
+    loaded, packed = generate.packed_from_checkpoint(plain), generate.packed_in_place(other)
+    tokens = [generate.generated(model, *count) for model in (loaded, packed)]
+    assert tokens[0].shape == (2, 7) and torch.equal(*tokens)
+    assert generate._weight_bytes(loaded) == generate._weight_bytes(packed) < 0.6 * size
+
+
+def test_a_profile_has_the_phases_of_both_front_ends_and_a_file(tmp_path, capsys):
+    options = ["--shape", TINY, *FLOAT32, *flags("--by", ["torch", "jax"]), "--out", str(tmp_path)]
+    rows = report(capsys, "profile", "--quick", *options)
+    for by, time in (("torch", "host"), ("jax", "device")):
+        found = {row["phase"]: row for row in rows if row["by"] == by}
+        assert {"gate", "route", "plan", "up", "down", "hidden_gradient", "weight_gradients", "d_x"} <= set(found)
+        assert all(row[time] > 0 and pathlib.Path(row["timeline"]).stat().st_size > 0 for row in found.values())
+        assert sum(row["share"] for row in found.values()) == pytest.approx(1)
+
+
 def test_every_implementation_on_the_cpu_is_a_column_or_a_row(capsys):
     by = [*layer.BY, *layer.VARIANTS]
     rows = report(capsys, "layer", "--quick", "--shape", TINY, *FLOAT32, *flags("--by", by), "--routing", "zipf")
@@ -84,11 +120,11 @@ def test_every_implementation_on_the_cpu_is_a_column_or_a_row(capsys):
 
 
 def test_a_step_with_tokamax_and_without_it(capsys, monkeypatch):
-    arguments = ["train", "--quick", "--shape", TINY, *FLOAT32, "--layers", "1", "--seq", "8", "--by", "tokamax"]
-    monkeypatch.setattr(train, "_missing", lambda by: f"{by}: tokamax is not installed: pip install tokamax")
+    arguments = ["train_jax", "--quick", "--shape", TINY, *FLOAT32, "--layers", "1", "--seq", "8", "--by", "tokamax"]
+    monkeypatch.setattr(train_jax, "_missing", lambda by: f"{by}: tokamax is not installed: pip install tokamax")
     assert main(arguments) == 1
     assert "bench: tokamax: tokamax is not installed: pip install tokamax" in capsys.readouterr().err
-    monkeypatch.setattr(train, "_missing", lambda by: "")
+    monkeypatch.setattr(train_jax, "_missing", lambda by: "")
     calls = []
 
     def ragged_dot(lhs, rhs, group_sizes):
@@ -144,6 +180,27 @@ def test_torchs_ranks_on_the_cpu():
     assert eager[0].seconds > 0 and eager[2] > 0
 
 
+def test_training_steps_have_the_losses_of_their_peers(tmp_path, monkeypatch):
+    pytest.importorskip("transformers")
+    dist = torch.distributed
+    dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
+    try:
+        shape = LayerShape(16, 32, 16, 4, 2)
+        found = {
+            by: train_transformers._rank("cpu", shape, "float32", by, "ring", 1)
+            for by in ("parallelize", "fsdp-grouped_mm")
+        }
+    finally:
+        dist.destroy_process_group()
+    (losses, others) = (result["losses"] for result in found.values())
+    assert losses == pytest.approx(others, rel=1e-5) and losses[-1] < losses[0]
+    monkeypatch.setattr(mesh_torch, "in_ranks", lambda *_: {"seconds": [2.0, 1.0, 4.0], "losses": losses, "peak": 0})
+    (row,) = train_transformers._measure(
+        Case("train_transformers", "cpu", shape, "float32", "parallelize", transport="ring"), 3
+    )
+    assert row["tokens/s"] == pytest.approx(16 * 2 / 2.0) and row["last loss"] == losses[-1]
+
+
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_help_has_the_operations_own_options_alone(operation, capsys):
     with pytest.raises(SystemExit) as stop:
@@ -160,8 +217,11 @@ def test_help_has_the_operations_own_options_alone(operation, capsys):
         "decode": {"--shape", "--tokens", "--rank", "--weights"},
         "host": {"--shape", "--tokens"},
         "lora": {"--shape", "--tokens", "--rank", "--shared"},
-        "train": {"--shape", "--tokens", "--by", "--layers", "--seq", "--remat", "--mesh"},
+        "train_jax": {"--shape", "--tokens", "--by", "--layers", "--seq", "--remat", "--mesh"},
         "mesh": {"--shape", "--tokens", "--by", "--transport"},
+        "train_transformers": {"--shape", "--tokens", "--by", "--transport"},
+        "profile": {"--shape", "--tokens", "--by", "--out"},
+        "generate": {"--by", "--batch", "--prompt", "--new"},
     }[operation]
     assert said - {"--device", "--dtype", "--quick", "--json", "--busy"} == own
 
@@ -182,6 +242,7 @@ def test_help_has_the_operations_own_options_alone(operation, capsys):
         (["experts", "--precision", "fp8", "--shape", "8,16,16,4,2"], "expected D and F to be multiples of 128"),
         (["torch", "--device", "cpu"], "argument --device: invalid choice: 'cpu' (choose from "),
         (["mesh", "--by", "moe", "--transport", "ragged"], "--transport: got ragged with moe, expected ring or all_to_all"),
+        (["generate", "--new", "1"], "--new: got 1, expected at least 2"),
         (["--device", "cuda", "layer"], "OPERATION: got layer after options, expected it before its options"),
         (["router", "--json", "/nowhere/rows.json"], "--json: got /nowhere/rows.json, expected a file that can be"),
     ],
@@ -315,6 +376,8 @@ ON_GPU = {
     "decode": ["--shape", "1,256,128,16,2", "--tokens", "4"],
     "host": [],
     "lora": ["--rank", "16"],
+    "profile": ["--shape", "2048,256,128,16,2", "--by", "torch", "--by", "jax"],
+    "generate": [],
 }
 
 

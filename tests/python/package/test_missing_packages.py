@@ -88,6 +88,7 @@ def test_help(command):
         ("jax_train", (), "No module named 'jax'. In the folder of the repository: pip install '.[demo]'"),
         ("port_checkpoint", (), "'jax'. In the folder of the repository: pip install '.[jax,checkpoints]'"),
         ("lora_finetune", (), "'transformers'. In the folder of the repository: pip install '.[peft]'"),
+        ("transformers_parallel", (), "'transformers'. In the folder of the repository: pip install '.[peft]'"),
         ("transformers_finetune", (), "'torch'. In the folder of the repository: pip install '.[transformers]'"),
     ],
 )

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from anabranch import phases
 from anabranch.jax.binding.arrays import flat
 from anabranch.jax.binding.sharding import TokenCall
 from anabranch.jax.layer.gate import GateResiduals, gate_residuals, select, select_backward
@@ -54,10 +55,14 @@ def forward(config: LayerConfig, operands: Operands, *, save: bool) -> tuple[Lay
     """The forward rule on one device; `save`: whether a gradient is needed."""
     leading, operands = operands.x.shape[:-1], flat_tokens(quantize_weights(config, operands, backward=False))
     selection, sums, gate = select(config, operands, save=save, counts=False)  # the plan has the counts
-    routed = named_routing(plan(selection.experts, operands.w_in.shape[0], align_size=config.align_size))
+    with jax.named_scope(phases.PLAN):
+        routed = plan(selection.experts, operands.w_in.shape[0], align_size=config.align_size)
+    routed = named_routing(routed)
     early, late = (selection.weights, None) if config.ffn.weight_early else (None, selection.weights)
-    y, saved = ffn_forward_by_slot(config.ffn, ffn_operands(operands, routed, early), save=save)
-    output = y.sum(routed.row_of_slot, late, operands.x.dtype)
+    with jax.named_scope(phases.UP):
+        y, saved = ffn_forward_by_slot(config.ffn, ffn_operands(operands, routed, early), save=save)
+    with jax.named_scope(phases.DOWN):
+        output = y.sum(routed.row_of_slot, late, operands.x.dtype)
     sums = sums._replace(tokens_per_expert=routed.tokens_per_expert)
     result = layer_output(config, leading, output, selection, sums, routed.dropped[None])
     return result, Residuals(gate, routed, named_h(saved.h), named_u(saved.u))
@@ -81,20 +86,24 @@ def backward(
     selection = flat_selection(selection)
     gate, routed, h, u = residuals
     if routed is None:
-        routed = plan(selection.experts, operands.w_in.shape[0], align_size=config.align_size)
+        with jax.named_scope(phases.PLAN):
+            routed = plan(selection.experts, operands.w_in.shape[0], align_size=config.align_size)
     ffn, d_out = ffn_operands(operands, routed, selection.weights), flat(cotangents.output)
     w_in_dtype, w_out_dtype = gradient_dtypes
-    intermediate = ffn_backward_by_slot(config.ffn, ffn, Saved(h, u), d_out, wanted, w_out_dtype)
+    with jax.named_scope(phases.HIDDEN_GRADIENT):
+        intermediate = ffn_backward_by_slot(config.ffn, ffn, Saved(h, u), d_out, wanted, w_out_dtype)
     d_weights = cotangents.total_d_weights(intermediate.weights)
     selected = select_backward(config, operands, selection, gate, d_weights, cotangents.sums, wanted)
     d_x = None
     if "x" in wanted:
-        rows = rows_gradient(config.ffn, ffn, intermediate)
-        d_x = rows.sum(routed.row_of_slot, None, given.x.dtype, selected.x)
+        with jax.named_scope(phases.D_X):
+            rows = rows_gradient(config.ffn, ffn, intermediate)
+            d_x = rows.sum(routed.row_of_slot, None, given.x.dtype, selected.x)
         # Forces the sum before the gradients of UP, see ffn_backward_by_slot.
         d_x, dh = jax.lax.optimization_barrier((d_x, intermediate.dh))
         intermediate = intermediate._replace(dh=dh)
-    up = up_gradients(config.ffn, ffn, intermediate, wanted, w_in_dtype)
+    with jax.named_scope(phases.WEIGHT_GRADIENTS):
+        up = up_gradients(config.ffn, ffn, intermediate, wanted, w_in_dtype)
     return gradients(
         {
             "x": _like(given.x, d_x),

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from anabranch import phases
 from anabranch.jax.binding.arrays import flat
 from anabranch.jax.layer.names import named_logits, named_routing
 from anabranch.jax.layer.operands import LayerConfig, Operands, Selection, Sums
@@ -57,12 +58,15 @@ def select(
         assert operands.experts is not None and operands.weights is not None
         return Selection(operands.experts, operands.weights), Sums(None, None, None), GateResiduals(None, None)
     assert operands.gate is not None
-    logits = _logits(operands.x, operands.gate)
-    if operands.gate_bias is not None:
-        logits = logits + operands.gate_bias.astype(jnp.float32)
+    with jax.named_scope(phases.GATE):
+        logits = _logits(operands.x, operands.gate)
+        if operands.gate_bias is not None:
+            logits = logits + operands.gate_bias.astype(jnp.float32)
     logits = named_logits(logits)
     lse = config.z_loss or (save and "lse" in gate_residuals(config))
-    routing = named_routing(route_tokens(config.router, logits, operands, Requested(counts, config.aux_loss, lse)))
+    with jax.named_scope(phases.ROUTE):
+        routing = route_tokens(config.router, logits, operands, Requested(counts, config.aux_loss, lse))
+    routing = named_routing(routing)
     # A masked token has lse 0.
     squares = jnp.sum(jnp.square(routing.lse)) if config.z_loss else jnp.zeros((), jnp.float32)
     score_sum = jnp.zeros(logits.shape[1], jnp.float32) if routing.score_sum is None else routing.score_sum
@@ -106,20 +110,30 @@ def select_backward(
         return GateGradients(None, None, None, d_weights if "weights" in wanted else None)
     if not {"x", "gate", "gate_bias"} & set(wanted):
         return GateGradients(None, None, None, None)
-    x, gate, mask = operands.x, operands.gate, operands.token_mask
-    assert gate is not None and residuals.logits is not None
+    mask = operands.token_mask
+    assert operands.gate is not None and residuals.logits is not None
     assert d_sums.score_sum is not None and d_sums.lse_squares is not None
     d_lse = None
     if config.z_loss:
         assert residuals.lse is not None
         d_lse = 2 * d_sums.lse_squares * residuals.lse
-    d_logits = route_backward(
-        config.router,
-        RouterResiduals(residuals.logits, experts_weighed_by_router(operands, selection.experts), mask, residuals.lse),
-        d_weights,
-        d_sums.score_sum if config.aux_loss else None,
-        d_lse,
-    )
+    with jax.named_scope(phases.ROUTE_BACKWARD):
+        experts = experts_weighed_by_router(operands, selection.experts)
+        d_logits = route_backward(
+            config.router,
+            RouterResiduals(residuals.logits, experts, mask, residuals.lse),
+            d_weights,
+            d_sums.score_sum if config.aux_loss else None,
+            d_lse,
+        )
+    with jax.named_scope(phases.GATE_BACKWARD):
+        return _gate_backward(operands, d_logits, wanted)
+
+
+def _gate_backward(operands: Operands, d_logits: jax.Array, wanted: Collection[str]) -> GateGradients:
+    """The GEMMs of `select_backward`."""
+    x, gate, mask = operands.x, operands.gate, operands.token_mask
+    assert gate is not None
     # A masked token has a gradient of 0.
     bias = jnp.sum(d_logits, axis=0) if operands.gate_bias is not None and "gate_bias" in wanted else None
     d_x: jax.Array | None = None

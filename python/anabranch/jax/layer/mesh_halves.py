@@ -11,11 +11,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from anabranch import phases
 from anabranch.jax.layer.names import named_routing
 from anabranch.jax.layer.operands import LayerConfig, Operands, ffn_operands
 from anabranch.jax.ops.ffn import (
     FfnConfig,
     FfnOperands,
+    IntermediateGradients,
     Saved,
     SlotGemm,
     down_gradients,
@@ -53,6 +55,14 @@ def _ffn_operands(
 class StepByStep:
     """The halves with the steps of a transport, for one pass."""
 
+    # The state that `hidden` leaves to `inputs`.
+    _given: FfnOperands
+    _route: Any
+    _wanted: tuple[str, ...]
+    _dtypes: tuple[Any, Any]
+    _found: IntermediateGradients
+    _d_rows: jax.Array
+
     def __init__(self, config: LayerConfig, placement: Placement, chosen: Transport):
         self._placement, self._chosen = placement, chosen
         self._fp8_scales = config.ffn.fp8_scales if placement.parallel.fp8_exchange else None
@@ -62,7 +72,9 @@ class StepByStep:
         """Tokens [T, D] as they arrive at their experts, and their quantised form if they are sent as FP8."""
         if self._fp8_scales is None:
             return self._chosen.send(route, tokens), None
-        arrived = unpack(self._chosen.send(route, pack(quantize_rows(tokens, self._fp8_scales))), tokens.shape[1])
+        with jax.named_scope(phases.QUANTIZE):
+            quantized = quantize_rows(tokens, self._fp8_scales)
+        arrived = unpack(self._chosen.send(route, pack(quantized)), tokens.shape[1])
         return dequantize(arrived, tokens.dtype), arrived
 
     def _operands(self, operands: Operands, route: Any, weights: jax.Array | None) -> FfnOperands:
@@ -93,11 +105,16 @@ class StepByStep:
           (the output [T, D], the residuals, the route).
         """
         chosen = self._chosen
-        route = named_routing(chosen.plan(experts))
+        with jax.named_scope(phases.PLAN):
+            route = chosen.plan(experts)
+        route = named_routing(route)
         early = self._config.weight_early
         given = self._operands(operands, route, chosen.send_weights(route, weights) if early else None)
-        rows, saved = ffn_forward_by_slot(self._config, given, save=save)
-        return self._collected(route, rows, None if early else weights, operands.x.dtype), saved, route
+        with jax.named_scope(phases.UP):
+            rows, saved = ffn_forward_by_slot(self._config, given, save=save)
+        with jax.named_scope(phases.DOWN):
+            output = self._collected(route, rows, None if early else weights, operands.x.dtype)
+        return output, saved, route
 
     def hidden(
         self,
@@ -123,9 +140,10 @@ class StepByStep:
         self._given = self._operands(operands, route, self._chosen.send_weights(route, weights))
         self._d_rows, quantized = self._sent(route, d_output)
         self._route, self._wanted, self._dtypes = route, wanted, dtypes
-        self._found = ffn_backward_by_slot(
-            self._config, self._given, saved, self._d_rows, wanted, d_out_quantized=quantized
-        )
+        with jax.named_scope(phases.HIDDEN_GRADIENT):
+            self._found = ffn_backward_by_slot(
+                self._config, self._given, saved, self._d_rows, wanted, d_out_quantized=quantized
+            )
         return self._chosen.collect_weights(route, self._found.weights)
 
     def inputs(self, dtype: Any, addend: jax.Array | None) -> tuple[jax.Array | None, dict[str, jax.Array]]:
@@ -141,14 +159,14 @@ class StepByStep:
         config, given, found, wanted = self._config, self._given, self._found, self._wanted
         d_x = None
         if "x" in wanted:
-            d_x = self._collected(self._route, rows_gradient(config, given, found), None, dtype, addend)
+            with jax.named_scope(phases.D_X):
+                d_x = self._collected(self._route, rows_gradient(config, given, found), None, dtype, addend)
         # Weight gradients come last, so that XLA can overlap them with the transfer of d_x.
         w_in_dtype, w_out_dtype = self._dtypes
-        return d_x, {
-            **found.parameters,
-            **up_gradients(config, given, found, wanted, w_in_dtype),
-            **down_gradients(config, given, found, self._d_rows, wanted, w_out_dtype),
-        }
+        with jax.named_scope(phases.WEIGHT_GRADIENTS):
+            of_up = up_gradients(config, given, found, wanted, w_in_dtype)
+            of_down = down_gradients(config, given, found, self._d_rows, wanted, w_out_dtype)
+        return d_x, {**found.parameters, **of_up, **of_down}
 
 
 def _rounded(placement: Placement, sums: jax.Array, dtype: Any, addend: jax.Array | None) -> jax.Array:
@@ -159,6 +177,13 @@ def _rounded(placement: Placement, sums: jax.Array, dtype: Any, addend: jax.Arra
 
 class InOneCall:
     """The halves over the memory of peers, one call each. The methods are those of `StepByStep`."""
+
+    # The state that `hidden` leaves to `inputs`.
+    _given: FfnOperands
+    _route: Any
+    _wanted: tuple[str, ...]
+    _dtypes: tuple[Any, Any]
+    _found: IntermediateGradients
 
     def __init__(self, config: LayerConfig, placement: Placement, chosen: Transport):
         self._config: FfnConfig = dataclasses.replace(config.ffn, topk=chosen.topk)
@@ -173,6 +198,7 @@ class InOneCall:
         """Whether sums are those of a shard of F."""
         return self._placement.parallel.tensor_axis is not None
 
+    @jax.named_scope(phases.EXPERTS)
     def experts(
         self, operands: Operands, experts: jax.Array, weights: jax.Array, *, save: bool
     ) -> tuple[jax.Array, Saved, Any]:
@@ -183,6 +209,7 @@ class InOneCall:
         )
         return _rounded(self._placement, output, dtype, None), saved, named_routing(route)
 
+    @jax.named_scope(phases.HIDDEN_GRADIENT)
     def hidden(
         self,
         operands: Operands,
@@ -200,6 +227,7 @@ class InOneCall:
         )
         return jnp.sum(received.reshape(self._placement.bounds.ranks, *weights.shape), axis=0)
 
+    @jax.named_scope(phases.D_X)
     def inputs(self, dtype: Any, addend: jax.Array | None) -> tuple[jax.Array | None, dict[str, jax.Array]]:
         """See StepByStep."""
         sent = (jnp.float32, None) if self._is_part else (dtype, addend)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from anabranch import replay
+from anabranch import phases, replay
 from anabranch.jax.binding.arrays import flat
 from anabranch.jax.ops.ffn import FfnConfig, FfnOperands
 from anabranch.jax.ops.packed import fp8_for_pass
@@ -223,6 +223,7 @@ def round_factors(operands: Operands) -> Operands:
     return operands._replace(**rounded)
 
 
+@jax.named_scope(phases.QUANTIZE)
 def quantize_weights(config: LayerConfig, operands: Operands, *, backward: bool) -> Operands:
     """Adds the quantised weights that a pass needs with FP8; returns other operands unchanged."""
     if not config.ffn.fp8:

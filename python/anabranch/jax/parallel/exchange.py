@@ -33,6 +33,7 @@ from anabranch.jax.parallel.ragged import (
     compute_ragged_all_to_all_params,
     compute_reverse_ragged_all_to_all_params,
 )
+from anabranch.phases import EXCHANGE
 from anabranch.rows import num_rows_needed
 
 
@@ -107,7 +108,8 @@ def drop_over_capacity(bounds: Bounds, experts: jax.Array) -> tuple[jax.Array, j
     routed = plan(destination, bounds.ranks)
     before = jnp.zeros(bounds.ranks, jnp.int32)
     if bounds.axis is not None:
-        counts = jax.lax.all_gather(routed.tokens_per_expert, bounds.axis)
+        with jax.named_scope(EXCHANGE):
+            counts = jax.lax.all_gather(routed.tokens_per_expert, bounds.axis)
         earlier = jnp.arange(bounds.ranks) < jax.lax.axis_index(bounds.axis)
         before = jnp.sum(jnp.where(earlier[:, None], counts, 0), axis=0, dtype=jnp.int32)
     position = routed.row_of_slot + (before - routed.offsets[:-1])[jnp.maximum(destination, 0)]
@@ -147,9 +149,11 @@ class Ring:
         # Collectives refuse empty arrays.
         return self.bounds.axis is None or self.bounds.tokens == 0
 
+    @jax.named_scope(EXCHANGE)
     def _gather(self, array: jax.Array) -> jax.Array:
         return array if self._alone else jax.lax.all_gather(array, self.bounds.axis, tiled=True)
 
+    @jax.named_scope(EXCHANGE)
     def _reduce(self, array: jax.Array) -> jax.Array:
         return array if self._alone else jax.lax.psum_scatter(array, self.bounds.axis, tiled=True)
 
@@ -307,6 +311,7 @@ class Padded(_Rows):
     _return = _exchange  # a region returns to the rank that it came from
 
 
+@jax.named_scope(EXCHANGE)
 def _all_to_all(regions: jax.Array, axis: str | None) -> jax.Array:
     """Region d of every rank s becomes region s of rank d."""
     return regions if axis is None else jax.lax.all_to_all(regions, axis, 0, 0, tiled=True)
@@ -332,7 +337,8 @@ class Ragged(_Rows):
         """See Transport."""
         b = self.bounds
         routed = plan(experts, b.experts, align_size=b.align_size, num_rows=self._outgoing_rows)
-        sizes = routed.group_sizes[None] if b.axis is None else jax.lax.all_gather(routed.group_sizes, b.axis)
+        with jax.named_scope(EXCHANGE):
+            sizes = routed.group_sizes[None] if b.axis is None else jax.lax.all_gather(routed.group_sizes, b.axis)
         chunks = sizes.reshape(b.ranks, b.ranks, b.local_experts)[:, self._rank]
         no_tails = jnp.zeros(b.ranks, jnp.int32)
         slot_of_row, row_of_arrived = _by_expert(chunks, no_tails, self._incoming_rows, self._incoming_rows)
@@ -352,6 +358,7 @@ class Ragged(_Rows):
         return _ragged_all_to_all(rows, self._outgoing_rows, params, self.bounds.axis)
 
 
+@jax.named_scope(EXCHANGE)
 def _ragged_all_to_all(rows: jax.Array, arriving: int, params: RaggedParams, axis: str | None) -> jax.Array:
     """Sends slices of `rows` [R, D] to every rank; [arriving, D], zero where nothing arrives."""
     out = jnp.zeros((arriving, rows.shape[1]), rows.dtype)

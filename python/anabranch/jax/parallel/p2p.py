@@ -21,6 +21,7 @@ import jax.numpy as jnp
 
 from anabranch.jax.binding.ffi import call_exchange
 from anabranch.jax.parallel.exchange import Ring
+from anabranch.phases import EXCHANGE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +47,7 @@ class PeerToPeer(Ring):
         P, T = self.bounds.ranks, self.bounds.tokens
         return jnp.sum(self._exchange(array).reshape(P, T, *array.shape[1:]), axis=0)
 
+    @jax.named_scope(EXCHANGE)
     def _run(self, operation: str, array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         assert self.bounds.peers is not None
         name = self.bounds.peers.exchange(math.prod(shape) * array.dtype.itemsize)

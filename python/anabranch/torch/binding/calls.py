@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from anabranch import _library, _structs
+from anabranch.phases import phase_of
 from anabranch.torch.binding import private
 from anabranch.torch.binding.described import Described, Size, Sizes, check_int32
+from anabranch.torch.binding.ranges import range_of
 
 _DTYPES = {getattr(torch, name): number for name, number in _library.DTYPES.items()}
 #: Alignment in bytes of tensors that share working memory, that of CUDA's allocations.
@@ -113,6 +115,8 @@ class PreparedCalls:
         self.execution = _structs.Exec(size=ctypes.sizeof(_structs.Exec), num_threads=threads)
         #: For each call: the function, the function that returns its workspace's size or None, and the struct.
         self.functions: list[tuple[Any, Any, Any]] = []
+        #: The phase of each call, see `phase_of`.
+        self.phases = [phase_of(call.operation.name, call.tensors, call.options) for call in calls]
         self._held: list[Any] = []  # memory that the structs point to
         # Each description has a memory of its own, even where an operation gets one tensor twice.
         memories: dict[int, tuple[int, Any]] = {
@@ -215,9 +219,18 @@ class PreparedCalls:
         execution.workspace = working + self._working_size
         if self.on_cuda:
             execution.stream = private.current_stream(device.index)
-        for function, arguments in self._launches:
-            _library.check_status(function(*arguments))
+        if private.is_profiling():
+            self._run_in_phases()
+        else:
+            for function, arguments in self._launches:
+                _library.check_status(function(*arguments))
         return tuple(results)
+
+    def _run_in_phases(self) -> None:
+        """Runs the calls with ranges that torch.profiler shows."""
+        for (function, arguments), phase in zip(self._launches, self.phases, strict=True):
+            with range_of(phase):
+                _library.check_status(function(*arguments))
 
     def _write(self, memories: list[int]) -> None:
         """Writes the addresses of the tensors into the structs."""

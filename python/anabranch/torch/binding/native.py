@@ -47,7 +47,7 @@ class _Cell(ctypes.Structure):
 
 
 class _Call(ctypes.Structure):
-    _fields_ = tuple((name, ctypes.c_void_p) for name in ("function", "query", "args"))
+    _fields_ = tuple((name, ctypes.c_void_p) for name in ("function", "query", "args", "phase"))
 
 
 class _Description(ctypes.Structure):
@@ -160,6 +160,11 @@ class Native:
         for key in self.dispatch_keys:
             self._check(self.library.ab_torch_register_layer(key.encode()))
 
+    def register_group_layer(self) -> None:
+        """Registers the kernels of the layer over the memory of peers."""
+        for key in self.dispatch_keys:
+            self._check(self.library.ab_torch_register_group_layer(key.encode()))
+
     def config(self, layer: Sequence[tuple[str, Any]], network: Sequence[tuple[str, Any]], *, parts_first: bool) -> int:
         """The number of a layer's options.
 
@@ -234,9 +239,10 @@ class Native:
             shape, dtype = described
             result.dtype, result.rank = self.numbers[dtype], len(shape)
             result.sizes[: len(shape)] = shape
+        phases = [None if phase is None else ctypes.c_char_p(phase.encode()) for phase in prepared.phases]
         calls = [
-            (_address(function), None if query is None else _address(query), ctypes.addressof(args))
-            for function, query, args in prepared.functions
+            (_address(function), _address(query), ctypes.addressof(args), _address(phase))
+            for (function, query, args), phase in zip(prepared.functions, phases, strict=True)
         ]
         arrays: dict[str, Any] = {
             "nodes": _array(_Node, sizes.nodes),
@@ -252,7 +258,7 @@ class Native:
         description.num_inputs, description.working_size = sizes.num_inputs, prepared.working_size
         description.tensors = ctypes.addressof(prepared.tensors)
         description.exec = ctypes.addressof(prepared.execution)
-        self._held[description.exec] = prepared, arrays
+        self._held[description.exec] = prepared, arrays, phases
 
     def _release(self, description: Any) -> None:
         self._held.pop(description[0].exec, None)
@@ -281,8 +287,8 @@ def _array(struct_type: Any, rows: Sequence[Any]) -> Any:
     return (struct_type * len(rows))(*rows)
 
 
-def _address(function: Any) -> int | None:
-    return ctypes.cast(function, ctypes.c_void_p).value
+def _address(pointer: Any) -> int | None:
+    return None if pointer is None else ctypes.cast(pointer, ctypes.c_void_p).value
 
 
 def _load() -> Native:

@@ -34,6 +34,7 @@ _NAMES = {
     "torch._C:_after_autograd_keyset": "the dispatch keys below autograd",
     "torch._C:DispatchKey": "dispatch keys of plain tensors, for a shortcut around the dispatcher",
     "torch._C:DispatchKeySet": "sets of dispatch keys",
+    "torch.autograd:_profiler_enabled": "whether torch.profiler runs, for names of phases",
     "torch._C:_current_graph_task_id": "whether a backward pass runs, which recomputes checkpoints",
     "torch:Tensor._base": "the tensor of which a weight is a view",
     "torch:Tensor._is_view": "whether a weight is a view",
@@ -52,7 +53,7 @@ _NAMES = {
     "torch.nn.modules.module:_global_forward_hooks": "as above",
     "torch.nn.modules.module:_global_backward_pre_hooks": "as above",
     "torch.nn.modules.module:_global_backward_hooks": "as above",
-    "torch.nn:Module()._apply": "MoE overrides it to keep the expert bias in float32",
+    "torch.nn:Module()._apply": "MoE overrides it to keep the expert bias in float32; gives meta parameters memory",
     "torch.nn:Module()._load_from_state_dict": "MoE and its shared expert override it, for older state dicts",
 }
 _CUDA_NAMES = {
@@ -161,6 +162,12 @@ num_dispatch_modes: Callable[[], int] = _found["torch._C:_len_torch_dispatch_sta
 num_function_modes: Callable[[], int] = _found["torch._C:_len_torch_function_stack"] or (lambda: 2)
 function_mode_at: Callable[[int], Any] = _found["torch._C:_get_function_stack_at"] or (lambda index: None)
 DeviceContext: Any = _found["torch.utils._device:DeviceContext"]
+
+
+# ---------------------------------------------------------------- profiles
+
+#: Whether torch.profiler runs. Without torch's function, its traces have no phases of calls through ctypes.
+is_profiling: Callable[[], bool] = _found["torch.autograd:_profiler_enabled"] or (lambda: False)
 
 
 # ---------------------------------------------------------------- autograd functions

@@ -10,11 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from anabranch.phases import GATE, GATE_BACKWARD
 from anabranch.precision import HIGHEST
 from anabranch.torch.binding.autocast import without_autocast
 from anabranch.torch.binding.autograd import Function, needs_gradient
 from anabranch.torch.binding.define import _ops
 from anabranch.torch.binding.derivatives import reject_derivative
+from anabranch.torch.binding.ranges import range_of
 from anabranch.torch.ops import grouped_matmul_ops
 
 
@@ -101,8 +103,9 @@ def gate_logits(x: Tensor, gate: Tensor) -> Tensor:
 
 def biased_gate_logits(x: Tensor, gate: Tensor, bias: Tensor | None) -> Tensor:
     """x gate + bias, float32 [T, E]; the bias [E] may be None."""
-    logits = gate_logits(x, gate)
-    return logits if bias is None else logits + bias.float()
+    with range_of(GATE):
+        logits = gate_logits(x, gate)
+        return logits if bias is None else logits + bias.float()
 
 
 class GateGradients(NamedTuple):
@@ -122,10 +125,11 @@ def gate_backward(
     If x and gate are bfloat16, a GPU rounds d_logits to bfloat16. It is never rounded to float16, whose range of 6e-8
     to 65504 is too small; float16 operands are converted to float32.
     """
-    return GateGradients(
-        _x_gradient(x, gate, d_logits).to(x.dtype) if needs_x else None,
-        _gate_gradient(x, gate, d_logits) if needs_gate else None,
-    )
+    with range_of(GATE_BACKWARD):
+        return GateGradients(
+            _x_gradient(x, gate, d_logits).to(x.dtype) if needs_x else None,
+            _gate_gradient(x, gate, d_logits) if needs_gate else None,
+        )
 
 
 def _x_gradient(x: Tensor, gate: Tensor, d_logits: Tensor) -> Tensor:

@@ -22,8 +22,10 @@ import torch
 from torch import Tensor
 
 from anabranch.exchange_sizes import ExchangeSizes
+from anabranch.phases import EXCHANGE
 from anabranch.rows import num_rows_needed
 from anabranch.torch.binding import private
+from anabranch.torch.binding.ranges import range_of
 from anabranch.torch.ops import torch_ops
 
 
@@ -48,8 +50,9 @@ class Ranks(ExchangeSizes):
         """All-gathers tensors [n, ...] to [P n, ...]."""
         if tensor.shape[0] == 0:
             return tensor
-        arriving = private.collectives.all_gather_into_tensor(_dense(tensor), self.ranks, self.group)
-        gathered: Tensor = private.collectives.wait_tensor(arriving)
+        with range_of(EXCHANGE):
+            arriving = private.collectives.all_gather_into_tensor(_dense(tensor), self.ranks, self.group)
+            gathered: Tensor = private.collectives.wait_tensor(arriving)
         return gathered
 
     def exchange(self, regions: Tensor) -> Tensor:
@@ -57,8 +60,9 @@ class Ranks(ExchangeSizes):
         if regions.numel() == 0:
             return regions
         splits = [regions.shape[0] // self.ranks] * self.ranks
-        arriving = private.collectives.all_to_all_single(_dense(regions), splits, splits, self.group)
-        arrived: Tensor = private.collectives.wait_tensor(arriving)
+        with range_of(EXCHANGE):
+            arriving = private.collectives.all_to_all_single(_dense(regions), splits, splits, self.group)
+            arrived: Tensor = private.collectives.wait_tensor(arriving)
         return arrived
 
 

@@ -8,12 +8,14 @@ from anabranch._text import shown
 from anabranch.lora import Lora
 from anabranch.packed import is_packed, parts_of
 from anabranch.torch.binding.autocast import as_autocast
+from anabranch.torch.binding.group import local_part
 from anabranch.torch.layer.routed_experts import routed_experts
 from anabranch.torch.ops.dispatch import combine, dispatch
 from anabranch.torch.ops.experts import expert_ffn
 from anabranch.torch.ops.packed import Packed
 from anabranch.torch.ops.plan import plan
 from anabranch.torch.transformers import peft_adapters
+from anabranch.torch.transformers.expert_group import group_of
 from anabranch.torch.transformers.experts_module import described, flag, model_name
 
 
@@ -24,6 +26,8 @@ def _parameter(module: nn.Module, name: str) -> Tensor:
         value = None
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: got {shown(value)}, expected a tensor of {model_name(module)}")
+    if group_of(module) is not None:
+        value = local_part(value)
     if hasattr(type(value), "__tensor_flatten__"):
         raise TypeError(
             f"{name}: got a {type(value).__name__}, expected a dense tensor of {model_name(module)}, neither sharded "
@@ -102,6 +106,11 @@ def apply_experts(
         options["lora"], options["lora_scale"] = peft_adapters.as_lora(
             factors, name, parts, _parts_first(experts.w_in_layout), dtype
         )
+    if (group := group_of(module)) is not None:
+        dtype = hidden_states.dtype
+        biases = {name: bias if bias is None else bias.to(dtype) for name, bias in (("b_in", b_in), ("b_out", b_out))}
+        output = group.routed(hidden_states, top_k_index, top_k_weights, w_in, w_out, **options | biases)
+        return output.to(dtype)
     if not experts.post_expert_norm:
         output = routed_experts(hidden_states, top_k_index, top_k_weights, w_in, w_out, **options).output
         return output.to(hidden_states.dtype)

@@ -10,7 +10,11 @@ from anabranch.precision import BLOCK
 from anabranch.torch.binding import check
 
 OLDEST = (5, 24)
-"""The oldest supported series of Transformers. Older ones drop axes of size 1 of scales when they save a model."""
+"""The oldest supported series of Transformers.
+
+Older ones drop axes of size 1 of scales when they save a model. 5.17 also loads incomplete checkpoints, and converts
+codes and scales of another dtype by value, without an error.
+"""
 
 
 def packed_config(config: Any) -> Any:

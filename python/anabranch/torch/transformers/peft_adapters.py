@@ -5,8 +5,9 @@ for all experts, several times. `install()` wraps that function: where the inner
 "anabranch", it calls this module with the factors beside it, and `experts_forward` passes them to the layer. In all
 other cases, which `_found` lists, PEFT's own function runs. PEFT's modules, parameters and files do not change.
 
-Packed experts have codes where PEFT expects weights: a sum with them is wrong. There PEFT's own function runs only if
-the adapters are disabled; else an error is raised, also by `merge`.
+Packed experts have codes where PEFT expects weights, and experts of `parallelize` have those of one rank: a sum with
+them is wrong. There PEFT's own function runs only if the adapters are disabled; else an error is raised, also by
+`merge`.
 """
 
 import functools
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from anabranch.lora import Lora
 from anabranch.torch.binding import private
+from anabranch.torch.transformers.expert_group import group_of
 from anabranch.torch.transformers.experts_module import is_packed_experts, model_name
 
 _MODULE = "peft.tuners.lora.layer"
@@ -78,14 +80,9 @@ def as_lora(
     return Lora(**fields) if fields else None, (scales["in"], scales["out"])
 
 
-def _is_plain(linear: Any) -> bool:
-    """Whether a Linear of PEFT is nothing but its weight."""
-    return (
-        type(linear) is nn.Linear
-        and linear.bias is None
-        and not private.has_hooks(linear)
-        and type(linear.weight) in (Tensor, nn.Parameter)
-    )
+def adapter_names(model: nn.Module) -> frozenset[str]:
+    """The names of all adapters of a model of PEFT."""
+    return frozenset(getattr(model, "peft_config", ()))
 
 
 def _adapter_of(wrapper: Any, parameters: Sequence[str]) -> tuple[bool, Factors | None]:
@@ -95,6 +92,9 @@ def _adapter_of(wrapper: Any, parameters: Sequence[str]) -> tuple[bool, Factors 
     active = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
     if not active:
         return True, None
+    group = group_of(wrapper.get_base_layer())
+    if group is not None and active[0] not in group.adapters:  # neither sharded nor averaged over the ranks
+        return False, None
     if len(active) > 1 or getattr(wrapper, "lora_variant", {}).get(active[0]) is not None:
         return False, None
     a, b = wrapper.lora_A[active[0]], wrapper.lora_B[active[0]]
@@ -146,7 +146,7 @@ def _with_factors(forward: Callable[..., Any], is_selected: Callable[[Any], bool
         if kwargs.get("adapter_names") is None and is_wrapper(self):
             found = _found(self, is_selected, is_wrapper)
         if found is None:
-            if is_packed_experts(self.get_base_layer()) and (self.merged or not self.disable_adapters):
+            if _is_partial(self.get_base_layer()) and (self.merged or not self.disable_adapters):
                 _refuse(self, "adapters that the layer cannot compute")
             return forward(self, x, *args, **kwargs)
         kwargs.pop("adapter_names", None)
@@ -164,18 +164,27 @@ def _with_factors(forward: Callable[..., Any], is_selected: Callable[[Any], bool
     return wrapped
 
 
+def _is_partial(base: nn.Module) -> bool:
+    """Whether an experts module lacks the whole float weights that PEFT's own function needs."""
+    return is_packed_experts(base) or group_of(base) is not None
+
+
 def _refuse(wrapper: Any, what: str) -> NoReturn:
     base = wrapper.get_base_layer()
+    weights, otherwise = "packed weights", "to the codes"
+    if group_of(base) is not None:
+        weights, otherwise = "sharded experts", "to the weights of one rank"
     raise NotImplementedError(
-        f"{wrapper.parameter_name}: got {what} of {model_name(base)} with packed weights, expected one active adapter "
-        "per parameter, not merged, without variants such as DoRA and without hooks: PEFT would add it to the codes"
+        f"{wrapper.parameter_name}: got {what} of {model_name(base)} with {weights}, expected one active adapter per "
+        "parameter, not merged, without variants such as DoRA and without hooks, added before the experts were "
+        f"sharded: PEFT would add it {otherwise}"
     )
 
 
 def _without_packed(merge: Callable[..., None]) -> Any:
     @functools.wraps(merge)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
-        if is_packed_experts(self.get_base_layer()):
+        if _is_partial(self.get_base_layer()):
             _refuse(self, "a merge")
         merge(self, *args, **kwargs)
 

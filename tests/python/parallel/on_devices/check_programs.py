@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AxisType
 from meshes import assert_trees_close, collectives, mesh_of, put
 
+from anabranch import phases
 from anabranch.exchange_sizes import traffic
 from anabranch.jax import Parallel, custom_calls, moe
 from anabranch.jax.parallel.exchange import Bounds
@@ -64,6 +65,23 @@ def test_fsdp_gathers_just_in_time_and_scatters_gradients():
         assert found.count(("reduce-scatter", arguments[name].size // 8)) == 1, found
     assert program.count("stablehlo.optimization_barrier") == 1
     assert max(size for name, size in found if name == "all-reduce") <= arguments["gate"].size
+
+
+@transports
+def test_collectives_are_in_the_phase_exchange(transport):
+    """Only the sums of losses, statistics and gradients of the gate over the ranks are not."""
+    mesh, arguments = mesh_of(AxisType.Explicit, expert=8), _arguments()
+    parallel = Parallel(expert_axis="expert", transport=transport)
+    on_mesh = {name: put(mesh, array, *parallel.specs()[name]) for name, array in arguments.items()}
+    text = jax.jit(lambda a: _step(a, parallel=parallel)).lower(on_mesh).as_text(debug_info=True)
+    names = re.findall(r'= loc\("([^"]*)"', text)
+    collective = [
+        name for name in names if re.search(r"/(all_gather|all_to_all|ragged_all_to_all|reduce_scatter)$", name)
+    ]
+    assert len(collective) > 4
+    assert not [name for name in collective if phases.EXCHANGE not in name]
+    found = {phase for name in names for phase in re.findall(r"anabranch/\w+", name)}
+    assert found & set(phases.NAMES) == set(phases.NAMES) - {phases.QUANTIZE, phases.EXPERTS}
 
 
 def test_the_same_bits_on_every_run(axis_type):

@@ -100,7 +100,7 @@ def _arguments(shape: LayerShape, dtype: str, by: str, options: argparse.Namespa
     given = {"device": options.device, "shape": shape, "dtype": dtype, "by": by}
     given |= {"layers": options.layers, "seq": options.seq, "remat": options.remat, "mesh": options.mesh}
     words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
-    return ["train", *words, *["--quick"] * options.quick]
+    return ["train_jax", *words, *["--quick"] * options.quick]
 
 
 def _config(shape: LayerShape, dtype: str, by: str, options: argparse.Namespace) -> Any:

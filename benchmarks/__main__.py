@@ -29,6 +29,7 @@ OPERATIONS = {
     "host": "host",
     "lora": "lora",
     "mesh": "mesh",
+    "train": "train",
 }
 #: The operations that run if none is given, each in its own process.
 TOGETHER = {"cpu": ("router", "plan", "dispatch", "experts", "layer"), "cuda": ("router", "plan", "dispatch")}

@@ -8,7 +8,8 @@ from pathlib import Path
 from run_error import RunError, needs, run_main
 
 with needs("demo"):
-    from byte_lm.options import DEFAULT_OUT, LARGEST, Options
+    from byte_lm.options import DEFAULT_OUT, Options
+    from option_fields import LARGEST
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:

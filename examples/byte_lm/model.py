@@ -48,13 +48,13 @@ def rotate(x: jax.Array) -> jax.Array:
 class Attention(nnx.Module):
     """Causal self-attention with rotary positions and normalised queries and keys."""
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
-        D, d = config.width, config.width // config.heads
-        self.heads = config.heads
-        self.qkv = nnx.Linear(D, 3 * D, use_bias=False, dtype=config.dtype, kernel_init=_init, rngs=rngs)
-        self.out = nnx.Linear(D, D, use_bias=False, dtype=config.dtype, kernel_init=_init, rngs=rngs)
-        self.query_norm = nnx.RMSNorm(d, dtype=config.dtype, rngs=rngs)
-        self.key_norm = nnx.RMSNorm(d, dtype=config.dtype, rngs=rngs)
+    def __init__(self, width: int, heads: int, *, dtype: str, rngs: nnx.Rngs):
+        D, d = width, width // heads
+        self.heads = heads
+        self.qkv = nnx.Linear(D, 3 * D, use_bias=False, dtype=dtype, kernel_init=_init, rngs=rngs)
+        self.out = nnx.Linear(D, D, use_bias=False, dtype=dtype, kernel_init=_init, rngs=rngs)
+        self.query_norm = nnx.RMSNorm(d, dtype=dtype, rngs=rngs)
+        self.key_norm = nnx.RMSNorm(d, dtype=dtype, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """x [B, S, D] -> [B, S, D]."""
@@ -73,7 +73,7 @@ class Block(nnx.Module):
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         self.attention_norm = nnx.RMSNorm(config.width, dtype=config.dtype, rngs=rngs)
-        self.attention = Attention(config, rngs=rngs)
+        self.attention = Attention(config.width, config.heads, dtype=config.dtype, rngs=rngs)
         self.moe_norm = nnx.RMSNorm(config.width, dtype=config.dtype, rngs=rngs)
         self.moe = MoE(
             config.width,

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from anabranch.precision import BLOCK, NUMBERS
 from byte_lm.data import stdlib_folder
 from mesh import parse_mesh
+from option_fields import add_options, check_ranges, option
 
 # The command line is read before the import of JAX, which takes seconds and may fail.
 if TYPE_CHECKING:
@@ -17,67 +18,56 @@ if TYPE_CHECKING:
 
 #: The folder `out` of this checkout.
 DEFAULT_OUT = Path(__file__).resolve().parents[2] / "out" / "byte_lm"
-#: The largest int32 and float32, so that no number wraps around or becomes infinite.
-LARGEST = {int: 2**31 - 1, float: 3.4e38}
-
-
-def _option(group: str, default: Any, text: str, minimum: float | None = None, choices: tuple[str, ...] | None = None):
-    return dataclasses.field(default=default, metadata=dict(group=group, text=text, minimum=minimum, choices=choices))
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
     """The options of a run. Every field is an option of the command line (`aux_loss`: --aux-loss)."""
 
-    width: int = _option("model", 128, "width of the model, D", 2)
-    layers: int = _option("model", 4, "transformer layers", 1)
-    heads: int = _option("model", 4, "attention heads; must divide the width", 1)
-    dtype: str = _option("model", "float32", "dtype of the computation", choices=("float32", "bfloat16"))
+    width: int = option("model", 128, "width of the model, D", 2)
+    layers: int = option("model", 4, "transformer layers", 1)
+    heads: int = option("model", 4, "attention heads; must divide the width", 1)
+    dtype: str = option("model", "float32", "dtype of the computation", choices=("float32", "bfloat16"))
 
-    experts: int = _option("experts", 8, "experts per layer, E", 1)
-    topk: int = _option("experts", 2, "experts per byte (top-k), K", 1)
-    hidden: int = _option("experts", 256, "width of one expert, F", 1)
-    precision: str = _option(
+    experts: int = option("experts", 8, "experts per layer, E", 1)
+    topk: int = option("experts", 2, "experts per byte (top-k), K", 1)
+    hidden: int = option("experts", 256, "width of one expert, F", 1)
+    precision: str = option(
         "experts", "highest", "precision of the experts' GEMMs; fp8: quantised operands", choices=tuple(NUMBERS)
     )
-    shared_experts: int = _option("experts", 0, "shared experts, which process every byte besides its K experts", 0)
-    score_function: str = _option(
+    shared_experts: int = option("experts", 0, "shared experts, which process every byte besides its K experts", 0)
+    score_function: str = option(
         "experts", "softmax", "router's score function", choices=("softmax", "sigmoid", "sqrtsoftplus")
     )
-    aux_loss: float = _option("experts", 0.01, "coefficient of the load-balance loss; 0: none", 0)
-    expert_bias: float = _option(
+    aux_loss: float = option("experts", 0.01, "coefficient of the load-balance loss; 0: none", 0)
+    expert_bias: float = option(
         "experts", 0.0, "step of the selection bias that balances without a loss (1e-3 to 1e-2); 0: none", 0
     )
-    balance: str = _option(
+    balance: str = option(
         "experts", "none", "quantile: every step sets the selection bias by quantiles", choices=("none", "quantile")
     )
-    lora: int = _option(
+    lora: int = option(
         "experts", 0, "train adapters (LoRA) of this rank on the frozen model of --base, instead of a model; 0: none", 0
     )
 
-    steps: int = _option("training", 700, "total number of training steps", 1)
-    batch: int = _option("training", 16, "windows of text per step", 1)
-    seq: int = _option("training", 128, "bytes per window", 2)
-    lr: float = _option("training", 3e-3, "peak learning rate of AdamW", 0)
-    seed: int = _option("training", 0, "seed of the weights, the batches and the sample", 0)
-    corpus: Path = _option("training", stdlib_folder(), "train on every *.py file below this folder")  # noqa: RUF009
+    steps: int = option("training", 700, "total number of training steps", 1)
+    batch: int = option("training", 16, "windows of text per step", 1)
+    seq: int = option("training", 128, "bytes per window", 2)
+    lr: float = option("training", 3e-3, "peak learning rate of AdamW", 0)
+    seed: int = option("training", 0, "seed of the weights, the batches and the sample", 0)
+    corpus: Path = option("training", stdlib_folder(), "train on every *.py file below this folder")  # noqa: RUF009
 
-    out: Path = _option("run", DEFAULT_OUT, "folder for checkpoints, pictures and summary.json")  # noqa: RUF009
-    base: str = _option("run", "", "with --lora: the --out folder of the run whose newest checkpoint is adapted")
-    mesh: str = _option("run", "", "devices to train on, such as expert=2,data=2 (axes data, expert, tensor)")
-    save_every: int = _option("run", 200, "steps between checkpoints", 1)
-    held_out_bytes: int = _option("run", 1 << 18, "maximum number of held-out bytes for the final table", 1)
-    prompt: str = _option("run", "def read_", "prompt of the sample")
-    sample_bytes: int = _option("run", 400, "length of the sample in bytes", 1)
-    temperature: float = _option("run", 0.7, "temperature of the sample; 0: always the likeliest byte", 0)
+    out: Path = option("run", DEFAULT_OUT, "folder for checkpoints, pictures and summary.json")  # noqa: RUF009
+    base: str = option("run", "", "with --lora: the --out folder of the run whose newest checkpoint is adapted")
+    mesh: str = option("run", "", "devices to train on, such as expert=2,data=2 (axes data, expert, tensor)")
+    save_every: int = option("run", 200, "steps between checkpoints", 1)
+    held_out_bytes: int = option("run", 1 << 18, "maximum number of held-out bytes for the final table", 1)
+    prompt: str = option("run", "def read_", "prompt of the sample")
+    sample_bytes: int = option("run", 400, "length of the sample in bytes", 1)
+    temperature: float = option("run", 0.7, "temperature of the sample; 0: always the likeliest byte", 0)
 
     def __post_init__(self):
-        for field in dataclasses.fields(self):
-            value, minimum = getattr(self, field.name), field.metadata["minimum"]
-            name = f"--{field.name.replace('_', '-')}"
-            if minimum is not None and not minimum <= value <= LARGEST[type(field.default)]:
-                maximum = LARGEST[type(field.default)]
-                raise ValueError(f"{name}: got {value}, expected a number from {minimum} to {maximum}")
+        check_ranges(self)
         if self.width % (2 * self.heads):
             raise ValueError(f"--heads: got {self.heads}, expected an even width of a head, width {self.width} / heads")
         if self.topk > self.experts:
@@ -146,18 +136,7 @@ def parse(arguments: list[str] | None = None) -> tuple[Options, str]:
         "Ctrl-C saves and stops; the same command resumes.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    groups: dict[str, Any] = {}
-    for field in dataclasses.fields(Options):
-        about = field.metadata
-        group = groups.setdefault(about["group"], parser.add_argument_group(about["group"]))
-        group.add_argument(
-            f"--{field.name.replace('_', '-')}",
-            type=type(field.default) if isinstance(field.default, (int, float, str)) else Path,
-            default=field.default,
-            choices=about["choices"],
-            metavar=None if about["choices"] else type(field.default).__name__.replace("PosixPath", "folder"),
-            help=about["text"],
-        )
+    groups = add_options(parser, Options)
     start = groups["run"].add_mutually_exclusive_group()
     flag = functools.partial(start.add_argument, dest="start", action="store_const", default=argparse.SUPPRESS)
     flag("--resume", const="resume", help="resume from the checkpoint in the out folder; an error if there is none")

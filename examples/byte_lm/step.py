@@ -44,10 +44,10 @@ class StepMetrics(NamedTuple):
     loads: jax.Array
 
 
-def make_optimizer(options: Options) -> optax.GradientTransformation:
-    """AdamW with gradient clipping, a short warm-up and cosine decay to 1/50 of the peak rate."""
-    warmup = min(100, options.steps // 10)
-    rate = optax.warmup_cosine_decay_schedule(0.0, options.lr, warmup, options.steps, options.lr / 50)
+def make_optimizer(steps: int, lr: float) -> optax.GradientTransformation:
+    """AdamW with gradient clipping, a short warm-up and cosine decay to 1/50 of the peak rate `lr`."""
+    warmup = min(100, steps // 10)
+    rate = optax.warmup_cosine_decay_schedule(0.0, lr, warmup, steps, lr / 50)
     adamw = optax.adamw(
         rate, b2=0.95, weight_decay=0.1, mask=lambda params: jax.tree.map(lambda value: value.ndim >= 2, params)
     )
@@ -72,7 +72,7 @@ class Program:
     def of(cls, options: Options) -> "Program":
         """The program of these options; allocates no array."""
         graph, *_ = nnx.split(nnx.eval_shape(lambda: _model(options)), *_kinds(options))
-        return cls(options, graph, make_optimizer(options))
+        return cls(options, graph, make_optimizer(options.steps, options.lr))
 
     def init(self) -> TrainState:
         """The sharded state before the first step, which the seed determines."""

@@ -85,20 +85,10 @@ class PeerExchange:
         function = getattr(self._library, f"ab_cuda_exchange_{name}")
         _call(function, ctypes.byref(args), ctypes.byref(execution))
 
-    def check(self) -> None:
-        """Raises RuntimeError if the exchange is broken; does not wait for the device."""
-        _call(self._library.ab_cuda_exchange_check, self.pointer)
-
     def close(self) -> None:
         """Waits for the device and destroys the exchange; every rank must do so."""
         pointer, self.pointer = self.pointer, ctypes.c_void_p()
         _call(self._library.ab_cuda_exchange_destroy, pointer)
-
-    def describe(self) -> str:
-        """Its rank, device, sizes and peers, one "key=value" per line."""
-        text = ctypes.create_string_buffer(8192)
-        self._library.ab_cuda_exchange_describe(self.pointer, text, ctypes.c_size_t(len(text)))
-        return text.value.decode()
 
 
 def _call(function: "ctypes._NamedFuncPointer", *arguments: object) -> None:

@@ -79,7 +79,6 @@ ab_status check_more(const ab_exchange_all_gather_args& args, const Shape& shape
     const char* out_name;
     const ab_tensor* out;
   } tensors[kMoreTensors] = {{"x_2", args.x_2, "out_2", args.out_2}, {"x_3", args.x_3, "out_3", args.out_3}};
-  int64_t all = call->bytes;
   int64_t needed = padded(shape.ranks * call->bytes);
   for (const auto& [name, x, out_name, out] : tensors) {
     if (x == nullptr && out == nullptr) continue;
@@ -93,7 +92,6 @@ ab_status check_more(const ab_exchange_all_gather_args& args, const Shape& shape
     const int64_t bytes = bytes_of(*x);
     AB_RETURN_IF_ERROR(check_block_bytes(name, bytes));
     call->more[call->num_more++] = {data<const char>(x), data<char>(out), bytes, needed};
-    all += bytes;
     needed += padded(shape.ranks * bytes);
   }
   if (call->num_more == 0) return ok();
@@ -105,8 +103,7 @@ ab_status check_more(const ab_exchange_all_gather_args& args, const Shape& shape
         "buffer %d",
         static_cast<long long>(needed), static_cast<long long>(shape.buffer_bytes[buffer]), buffer);
   }
-  const bool is_small = all <= kSmallBytesOfSeveral;
-  call->operation = is_small ? Operation::small_all_gather : Operation::all_gather;
+  call->operation = Operation::small_all_gather;
   return ok();
 }
 

@@ -23,11 +23,10 @@ constexpr double kDefaultTimeout = 600;
 ab_status check_create(const ab_exchange_create_args* args, const char* variable, Shape* shape, uint64_t* limit);
 
 // Blocks of at most this size are moved by one kernel instead of copy engines if the call has an output, is made as a
-// whole and is not in lockstep. For larger blocks the copy engines are faster and take no SMs.
+// whole and is not in lockstep. For larger blocks the copy engines are faster and take no SMs. Several tensors are moved
+// by one kernel, whatever their sizes: they are the routing of tokens, whose pushes keep the copy engines busy.
 constexpr int64_t kSmallBytes = 512 << 10;
 
-// The limit for several tensors together, whose blocks would otherwise be moved one after another.
-constexpr int64_t kSmallBytesOfSeveral = 2 * kSmallBytes;
 constexpr int kMoreTensors = 2;
 
 // A further tensor of an all_gather.
@@ -35,7 +34,7 @@ struct MoreBlocks {
   const char* x = nullptr;
   char* out = nullptr;
   int64_t bytes = 0;
-  int64_t offset = 0;  // of its blocks in the buffer, if one kernel moves all tensors
+  int64_t offset = 0;  // of its blocks in the buffer
 };
 
 // A checked call: this rank sends `bytes` bytes to every rank, from x + d * stride to rank d.

@@ -11,7 +11,10 @@ namespace anabranch::exchange {
 inline int64_t return_columns(int64_t ranks, int64_t T, int64_t D, int64_t element_bytes) {
   constexpr int64_t kStep = 256;  // whole tiles of the GEMM
   const int64_t bytes = (ranks - 1) * T * D * element_bytes;
-  const int64_t chunks = bytes > (int64_t{48} << 20) ? 4 : bytes > (int64_t{16} << 20) ? 2 : 1;
+  const int64_t chunks = bytes > (int64_t{192} << 20)  ? 4
+                         : bytes > (int64_t{48} << 20) ? 3
+                         : bytes > (int64_t{16} << 20) ? 2
+                                                       : 1;
   const int64_t columns = (D + chunks - 1) / chunks;
   return std::min((columns + kStep - 1) / kStep * kStep, D);
 }

@@ -113,6 +113,11 @@ class Protocol {
     Memory::store(&group_.flags[peer]->arrived[buffer][phase][group_.rank], use);
   }
 
+  // signal() for the current use.
+  AB_EXCHANGE_INLINE void signal(int buffer, int phase, int peer) const {
+    signal(buffer, phase, peer, Memory::load(&own().use[buffer]));
+  }
+
   // Waits until a phase of a use has arrived from `peer`. Returns whether it has.
   AB_EXCHANGE_INLINE bool await_arrival(int buffer, int phase, int peer, Word use) const {
     if (peer == group_.rank) return true;

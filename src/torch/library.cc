@@ -3,7 +3,9 @@
 #include <string>
 
 #include "torch/blas.h"
+#include "torch/group_layer.h"
 #include "torch/layer.h"
+#include "torch/layer_arguments.h"
 #include "torch/operations.h"
 #include "torch/prepared.h"
 #include "torch/shims.h"
@@ -63,6 +65,18 @@ AB_EXPORT int32_t ab_torch_register_layer(const char* dispatch_key) {
     check(shims.library_init_impl("anabranch", dispatch_key, __FILE__, __LINE__, &library), "open a library");
     check(register_kernel(library, "layer_forward", layer_forward), "register a kernel");
     check(register_kernel(library, "layer_backward", layer_backward), "register a kernel");
+    return 0;
+  });
+}
+
+// Registers the kernels of the layer over the memory of peers; -1: failed.
+AB_EXPORT int32_t ab_torch_register_group_layer(const char* dispatch_key) {
+  return guarded([&] {
+    void* library = nullptr;  // never freed: that would remove the kernels
+    check(shims.library_init_impl("anabranch", dispatch_key, __FILE__, __LINE__, &library), "open a library");
+    check(register_kernel(library, "group_forward", group_forward), "register a kernel");
+    check(register_kernel(library, "group_hidden", group_hidden), "register a kernel");
+    check(register_kernel(library, "group_inputs", group_inputs), "register a kernel");
     return 0;
   });
 }

@@ -140,6 +140,13 @@ Tensor empty(int64_t rank, const int64_t* sizes, int32_t dtype, int32_t device_t
   return Tensor(handle);
 }
 
+Tensor zeros(int64_t rank, const int64_t* sizes, int32_t dtype, int32_t device_type, int32_t device_index) {
+  Tensor tensor = empty(rank, sizes, dtype, device_type, device_index);
+  Value stack[] = {tensor.release_value()};
+  check(dispatch("aten::zero_", "", stack), "clear a tensor");
+  return Tensor(stack[0]);
+}
+
 bool is_contiguous(const Tensor& tensor) {
   bool result;
   check(shims.is_contiguous(tensor.get(), &result), "return strides");

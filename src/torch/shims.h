@@ -158,6 +158,8 @@ class DeviceGuard {
 
 // A new tensor; strides are row-major.
 Tensor empty(int64_t rank, const int64_t* sizes, int32_t dtype, int32_t device_type, int32_t device_index);
+// A new tensor that is 0.
+Tensor zeros(int64_t rank, const int64_t* sizes, int32_t dtype, int32_t device_type, int32_t device_index);
 bool is_contiguous(const Tensor& tensor);
 Tensor contiguous(Tensor tensor);
 // A contiguous tensor with other sizes, beginning at element `start` of its memory.

@@ -37,6 +37,14 @@ __global__ void __launch_bounds__(kCopyThreads) await_arrivals(const Group group
   if (!has_read_valid_data(protocol)) fill_with_ones(arrivals.memory, arrivals.bytes);
 }
 
+// The stores of earlier kernels come before this kernel, and its stores have release semantics, so a peer that sees the
+// flag sees what they stored.
+__global__ void __launch_bounds__(kWarp) signal_peers(const Group group, int buffer, int phase) {
+  const DeviceProtocol protocol(group);
+  const int rank = lane_index();
+  if (rank < group.ranks && rank != group.rank) protocol.signal(buffer, phase, rank);
+}
+
 __global__ void __launch_bounds__(kWarp) release_buffer(const Group group, int buffer) {
   const int rank = lane_index();
   if (rank < group.ranks) DeviceProtocol(group).release(buffer, rank);
@@ -71,6 +79,7 @@ int64_t chunks_of(int64_t bytes) { return (bytes + kChunkBytes - 1) / kChunkByte
 ab_status load_kernels() {
   AB_RETURN_IF_ERROR(load(begin_use));
   AB_RETURN_IF_ERROR(load(await_arrivals));
+  AB_RETURN_IF_ERROR(load(signal_peers));
   AB_RETURN_IF_ERROR(load(release_buffer));
   for (int bytes = 1; bytes <= kAccessBytes; bytes *= 2) {
     AB_RETURN_IF_ERROR(with_word(bytes, []<class Bytes>(Bytes) { return load(collect<Bytes>); }));
@@ -95,6 +104,10 @@ ab_status launch_collect(const Group& group, const Collection& collection, cudaS
     return launch("exchange collect", collect<Bytes>, {chunks * group.ranks, kCopyThreads, 0, stream}, group,
                   collection, chunks);
   });
+}
+
+ab_status launch_signal(const Group& group, int buffer, int phase, cudaStream_t stream) {
+  return launch("exchange signal", signal_peers, {1, kWarp, 0, stream}, group, buffer, phase);
 }
 
 ab_status launch_release(const Group& group, int buffer, cudaStream_t stream) {

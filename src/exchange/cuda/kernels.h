@@ -40,6 +40,9 @@ struct Collection {
 };
 ab_status launch_collect(const exchange::Group& group, const Collection& collection, cudaStream_t stream);
 
+// Protocol::signal() of a phase of the current use to all peers, for data that earlier kernels of the stream pushed.
+ab_status launch_signal(const exchange::Group& group, int buffer, int phase, cudaStream_t stream);
+
 // Protocol::release() for all ranks.
 ab_status launch_release(const exchange::Group& group, int buffer, cudaStream_t stream);
 

@@ -81,11 +81,6 @@ ab_status finish(const ab_exchange& exchange, const Call& call, cudaStream_t str
   return status.code == AB_OK ? joined : status;
 }
 
-ab_status run_whole(const ab_exchange& exchange, const Call& call, cudaStream_t stream) {
-  AB_RETURN_IF_ERROR(start(exchange, call, stream));
-  return finish(exchange, call, stream);
-}
-
 ab_status run(ab_exchange* exchange, const Call& call, cudaStream_t stream) {
   std::lock_guard lock(exchange->calls);
   switch (call.part) {
@@ -94,15 +89,8 @@ ab_status run(ab_exchange* exchange, const Call& call, cudaStream_t stream) {
     default: break;
   }
   if (call.is_small()) return run_small(*exchange, call, stream);
-  AB_RETURN_IF_ERROR(run_whole(*exchange, call, stream));
-  for (int i = 0; i < call.num_more; ++i) {
-    Call next = call;
-    next.x = call.more[i].x;
-    next.out = call.more[i].out;
-    next.bytes = call.more[i].bytes;
-    AB_RETURN_IF_ERROR(run_whole(*exchange, next, stream));
-  }
-  return ok();
+  AB_RETURN_IF_ERROR(start(*exchange, call, stream));
+  return finish(*exchange, call, stream);
 }
 
 template <class Args>

@@ -6,6 +6,7 @@
 #include "core/tensor.h"
 #include "dispatch/columns_from.h"
 #include "exchange/chunks.h"
+#include "exchange/cuda/kernels.h"
 #include "exchange/cuda/steps.h"
 #include "exchange/cuda/sum.h"
 
@@ -42,9 +43,6 @@ namespace {
 int phase_of(const ReturningSums& r, int64_t first) { return static_cast<int>(first / r.columns); }
 
 ab_status push_chunk(const ReturningSums& r, int64_t first, int64_t columns, cudaStream_t stream) {
-  if (first == 0) {
-    AB_RETURN_IF_ERROR(begin_use(*r.exchange, r.buffer, exchange::Operation::returned_sums, r.block(1, r.D), stream));
-  }
   AB_RETURN_IF_ERROR(fork(*r.exchange, stream));
   const int64_t bytes = r.block(1, columns);
   for (int step = 1; step < r.exchange->shape.ranks; ++step) {
@@ -78,9 +76,27 @@ ab_status sum_chunks(const ReturningSums& r, float factor, const ab_tensor* adde
 
 }  // namespace
 
-ab_status Return::push(int64_t first, int64_t columns) {
+ab_status Return::begin() {
+  if (has_begun_) return ok();
   has_begun_ = true;
+  AB_RETURN_IF_ERROR(fork(*sums_->exchange, stream_));  // for end() without a push
+  const int64_t bytes = sums_->block(1, sums_->D);
+  return begin_use(*sums_->exchange, sums_->buffer, exchange::Operation::returned_sums, bytes, stream_);
+}
+
+ab_status Return::push(int64_t first, int64_t columns) {
+  AB_RETURN_IF_ERROR(begin());
   return push_chunk(*sums_, first, columns, stream_);
+}
+
+void* Return::place(int rank, int64_t first, int64_t columns) const {
+  const exchange::Shape& shape = sums_->exchange->shape;
+  if (rank == shape.rank) return sums_->sums + sums_->chunk(first) + sums_->block(rank, columns);
+  return buffer_of(*sums_->exchange, rank, sums_->buffer) + sums_->chunk(first) + sums_->block(shape.rank, columns);
+}
+
+ab_status Return::end_direct(int64_t first) {
+  return launch_signal(sums_->exchange->group, sums_->buffer, phase_of(*sums_, first), stream_);
 }
 
 ab_status Return::end() {

@@ -37,8 +37,9 @@ struct ReturnNames {
 ab_status describe_returning(const ReturnNames& names, const ab_exchange* exchange, int32_t buffer,
                              const ab_tensor& sums, ReturningSums* returning);
 
-// The pushes of the chunks of sums. If the call fails in between, the destructor makes the stream wait for the pushes
-// so far, which still read the sums.
+// The pushes of the chunks of sums, in order. Copy engines push sums that have been computed, by push(); or a kernel
+// that computes sums stores them where they belong, between begin_direct() and end_direct(). If the call fails in
+// between, the destructor makes the stream wait for the pushes so far, which still read the sums.
 class Return {
  public:
   Return(const ReturningSums* sums, cudaStream_t stream) : sums_(sums), stream_(stream) {}
@@ -46,14 +47,22 @@ class Return {
   Return& operator=(const Return&) = delete;
   ~Return();
 
-  // Pushes `columns` columns from column `first` on; column 0 comes first. Pushes overlap with what is enqueued on the
-  // stream later.
+  // Pushes `columns` columns from column `first` on. Pushes overlap with what is enqueued on the stream later.
   ab_status push(int64_t first, int64_t columns);
+
+  // From here on kernels of the stream may store sums at place().
+  ab_status begin_direct() { return begin(); }
+  // Where the sums [T, columns] for a rank belong.
+  void* place(int rank, int64_t first, int64_t columns) const;
+  // The chunk that begins at column `first` has been stored by kernels of the stream.
+  ab_status end_direct(int64_t first);
 
   // After the last chunk.
   ab_status end();
 
  private:
+  ab_status begin();
+
   const ReturningSums* sums_;
   cudaStream_t stream_;
   bool has_begun_ = false;

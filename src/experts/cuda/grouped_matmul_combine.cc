@@ -10,6 +10,7 @@
 #include "core/tensor.h"
 #include "dispatch/columns_from.h"
 #include "dispatch/combine.h"
+#include "dispatch/sum_tokens.h"
 #include "exchange/chunks.h"
 #include "experts/column_chunks.h"
 #include "experts/cuda/fp8_product.h"
@@ -85,6 +86,29 @@ MaybePacked weights_in(const ab_grouped_matmul_combine_args& args, const Combine
   return {args.w, args.w_block_scales, s.E, transposed ? s.N : s.D, transposed ? s.D : s.N, s.rows_dtype, reads};
 }
 
+// Sums the chunk that begins at column `first` and returns it. directly: a kernel stores the sums at their ranks. This
+// is faster if no GEMM runs beside their pushes.
+ab_status sum_and_return(const GatherSum& chunk, int64_t first, bool directly, Return* chunks,
+                         const ReturningSums& returning, cudaStream_t stream) {
+  GatherSum sum = chunk;
+  const int64_t columns = sum.rows.D;
+  const int64_t T = sum.maps.T;
+  const ab_tensor local{returning.sums + returning.chunk(first), sum.out.dtype, 2, {T, columns}, nullptr};
+  sum.out = Rows(&local);
+  const bool fits = sum.addend.data == nullptr && reinterpret_cast<uintptr_t>(returning.sums) % 16 == 0 &&
+                    fits_token_sums(sum.maps.K, columns, sum.rows.dtype, sum.out.dtype);
+  if (fits && directly) {
+    AB_RETURN_IF_ERROR(chunks->begin_direct());
+    static_assert(exchange::kMaxRanks <= Places::kMost);
+    Places places{{}, returning.T, static_cast<int>(returning.ranks())};
+    for (int rank = 0; rank < returning.ranks(); ++rank) places.data[rank] = chunks->place(rank, first, columns);
+    AB_RETURN_IF_ERROR(compute_token_sums(sum, places, stream));
+    return chunks->end_direct(first);
+  }
+  AB_RETURN_IF_ERROR(fits ? compute_token_sums(sum, {{local.data}, T, 1}, stream) : compute_sum(sum, stream));
+  return chunks->push(first, columns);
+}
+
 size_t buffer_bytes(const ab_grouped_matmul_combine_args& args, const CombinedSizes& s) {
   return rows_bytes(s.R, chunk_of(args, s), s.rows_dtype);
 }
@@ -118,13 +142,11 @@ ab_status multiply_and_combine(const ab_grouped_matmul_combine_args& args, const
     AB_RETURN_IF_ERROR(compute_maybe_packed(weights.is_packed(), packed, device, stream, [&] {
       return weights.for_ranges(unpacked, data<const int32_t>(args.group_sizes), device, stream, multiply);
     }));
-    GatherSum sum = sum_of(args, s, first, count, buffer);
-    if (returning != nullptr) {
-      const ab_tensor chunk{returning->sums + returning->chunk(first), sum.out.dtype, 2, {s.T, count}, nullptr};
-      sum.out = Rows(&chunk);
-    }
-    AB_RETURN_IF_ERROR(compute_sum(sum, stream));
-    if (returning != nullptr) AB_RETURN_IF_ERROR(chunks.push(first, count));
+    const GatherSum sum = sum_of(args, s, first, count, buffer);
+    // The GEMMs of the weight gradients follow the last chunk of a backward pass.
+    const bool directly = first + count == s.N && args.backward == 0;
+    AB_RETURN_IF_ERROR(returning == nullptr ? compute_sum(sum, stream)
+                                            : sum_and_return(sum, first, directly, &chunks, *returning, stream));
   }
   return chunks.end();
 }

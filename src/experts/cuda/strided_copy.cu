@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
+#include <utility>
 #include <vector>
 
 #include "core/cuda/divisor.h"
@@ -171,7 +172,8 @@ __global__ void __launch_bounds__(kThreads) transpose_elements(const __grid_cons
   }
 }
 
-// Merges axes that are adjacent in both tensors, so that a copy without a change of order has one long row.
+// Merges axes that are adjacent in both tensors, so that a copy without a change of order has one long row. Axes of
+// size 1 are then outside the other axes of a matrix.
 void merge_axes(StridedCopy* copy) {
   constexpr int64_t kMaxRow = int64_t{1} << 29;
   for (int outer = 2; outer >= 0; --outer) {
@@ -191,6 +193,8 @@ void merge_axes(StridedCopy* copy) {
     copy->shape[inner] *= copy->shape[outer];
     copy->shape[outer] = 1;
   }
+  if (copy->shape[2] != 1) return;
+  for (int64_t* const of : {copy->shape, copy->from_strides, copy->to_strides}) std::swap(of[1], of[2]);
 }
 
 // Whether a transposing copy can write pairs of elements.

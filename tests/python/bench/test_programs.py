@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+import types
 
 import jax
 import pytest
@@ -14,7 +15,7 @@ torch = pytest.importorskip("torch")
 from anabranch import _library  # noqa: E402
 from anabranch.bench import BenchError  # noqa: E402
 from benchmarks import __main__ as command  # noqa: E402
-from benchmarks import beside, c_call, layer, layer_torch, mesh, mesh_torch, processes, timing  # noqa: E402
+from benchmarks import beside, c_call, layer, layer_torch, mesh, mesh_torch, processes, timing, train  # noqa: E402
 from benchmarks.__main__ import OPERATIONS, main  # noqa: E402
 from benchmarks.processes import Case  # noqa: E402
 from benchmarks.shapes import LayerShape  # noqa: E402
@@ -37,6 +38,10 @@ RUNS = {
     "layer": (["--shape", TINY, *FLOAT32, "--by", "c", "--by", "jax"], ["both ms", "both GFLOP/s"]),
     "host": (["--shape", TINY, *FLOAT32], ["forward", "no_grad", "both", "median both, one thread"]),
     "lora": (["--shape", TINY, *FLOAT32, "--rank", "2"], ["forward ms", "both ms", "x frozen"]),
+    "train": (
+        ["--shape", TINY, *FLOAT32, "--layers", "1", "--seq", "8", "--by", "anabranch"],
+        ["step ms", "tokens/s", "planned GiB", "bits"],
+    ),
     "decode": (["--shape", TINY, "--tokens", "3", "--rank", "2", *FLOAT32], ["layer", "x floor", "experts", "r = 2"]),
 }
 
@@ -76,6 +81,23 @@ def test_every_implementation_on_the_cpu_is_a_column_or_a_row(capsys):
     assert [row["by"] for row in rows] == by and all(row["both ms"] > 0 for row in rows)
     rows = report(capsys, "experts", "--quick", "--shape", TINY, *FLOAT32)
     assert [row["by"] for row in rows] == ["c", "torch"]
+
+
+def test_a_step_with_tokamax_and_without_it(capsys, monkeypatch):
+    arguments = ["train", "--quick", "--shape", TINY, *FLOAT32, "--layers", "1", "--seq", "8", "--by", "tokamax"]
+    monkeypatch.setattr(train, "_missing", lambda by: f"{by}: tokamax is not installed: pip install tokamax")
+    assert main(arguments) == 1
+    assert "bench: tokamax: tokamax is not installed: pip install tokamax" in capsys.readouterr().err
+    monkeypatch.setattr(train, "_missing", lambda by: "")
+    calls = []
+
+    def ragged_dot(lhs, rhs, group_sizes):
+        calls.append(rhs.shape)
+        return jax.lax.ragged_dot(lhs, rhs, group_sizes)
+
+    monkeypatch.setitem(sys.modules, "tokamax", types.SimpleNamespace(ragged_dot=ragged_dot))
+    (row,) = report(capsys, *arguments)
+    assert row["bits"] > 0 and calls[:3] == [(4, 128, 128)] * 3
 
 
 def flags(name, values):
@@ -138,6 +160,7 @@ def test_help_has_the_operations_own_options_alone(operation, capsys):
         "decode": {"--shape", "--tokens", "--rank", "--weights"},
         "host": {"--shape", "--tokens"},
         "lora": {"--shape", "--tokens", "--rank", "--shared"},
+        "train": {"--shape", "--tokens", "--by", "--layers", "--seq", "--remat", "--mesh"},
         "mesh": {"--shape", "--tokens", "--by", "--transport"},
     }[operation]
     assert said - {"--device", "--dtype", "--quick", "--json", "--busy"} == own

@@ -1,5 +1,7 @@
 """The peak memory of a training step is its tensors and two row buffers."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,3 +36,34 @@ def test_only_h_has_a_buffer_of_its_own():
     analysis = jax.jit(step).lower(*operands).compile().memory_analysis()
     h = T * K * 2 * F * 4
     assert h <= analysis.temp_size_in_bytes <= 1.05 * h
+
+
+@pytest.mark.parametrize("x_dtype, copied", [("float32", 2), ("bfloat16", 0)])
+def test_layouts_of_trainers_in_a_forward_pass(x_dtype, copied):
+    """wi [E, D, 2 F] is read in place. wi_0 and wi_1 [E, D, F] are copied, unless the rounding to bfloat16 does it."""
+    T, E, K, D, F = 32, 8, 2, 64, 128
+    float32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    x, gate, wi_0, wo = jax.ShapeDtypeStruct((T, D), x_dtype), float32((D, E)), float32((E, D, F)), float32((E, F, D))
+
+    def temporary(w_in, *weights):
+        compiled = jax.jit(lambda x, gate, wo, *w: moe(x, gate, w_in(*w), wo, topk=K).output)
+        return compiled.lower(x, gate, wo, *weights).compile().memory_analysis().temp_size_in_bytes
+
+    plain = temporary(lambda w_in: w_in, float32((E, D, 2, F)))
+    assert temporary(lambda wi: wi.reshape(E, D, 2, F), float32((E, D, 2 * F))) == plain
+    stacked = temporary(lambda *wi: jnp.stack(wi, axis=2), wi_0, wi_0)
+    assert stacked - plain == copied * E * D * F * 4
+
+
+def test_a_policy_of_names_does_not_save_stacked_matrices(capsys):
+    x, gate, wi, wo = jnp.ones((16, 8)), jnp.ones((8, 4)), jnp.ones((4, 8, 6)), jnp.ones((4, 6, 8))
+
+    def layer(wi_0, wi_1):
+        return moe(x, gate, jnp.stack([wi_0, wi_1], axis=2), wo, topk=2).output
+
+    policy = jax.checkpoint_policies.save_only_these_names("moe_x", "moe_logits", "moe_routing", "moe_h")
+    saved = []
+    for function in (layer, jax.checkpoint(layer, policy=policy)):
+        jax.ad_checkpoint.print_saved_residuals(function, wi, wi)
+        saved.append("f32[4,8,2,6]" in capsys.readouterr().out)
+    assert saved == [True, False]

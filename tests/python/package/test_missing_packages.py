@@ -57,6 +57,7 @@ COMMANDS = {
     "byte_lm": ("-m", "byte_lm"),
     "compare": ("-m", "byte_lm.compare"),
     "generate": ("-m", "byte_lm.generate"),
+    "jax_train": ("-m", "jax_train"),
 } | {
     path.stem: ("file", str(path))
     for path in sorted(EXAMPLES.glob("*.py"))
@@ -84,6 +85,7 @@ def test_help(command):
         ("compare", ("a=b",), "No module named 'matplotlib'. In the folder of the repository: pip install '.[demo]'"),
         ("generate", (), "No module named 'jax'. In the folder of the repository: pip install '.[demo]'"),
         ("expert_parallel", (), "No module named 'jax'. In the folder of the repository: pip install '.[demo]'"),
+        ("jax_train", (), "No module named 'jax'. In the folder of the repository: pip install '.[demo]'"),
         ("port_checkpoint", (), "'jax'. In the folder of the repository: pip install '.[jax,checkpoints]'"),
         ("lora_finetune", (), "'transformers'. In the folder of the repository: pip install '.[peft]'"),
         ("transformers_finetune", (), "'torch'. In the folder of the repository: pip install '.[transformers]'"),

@@ -1,11 +1,13 @@
 """The exchanges of a process group of one rank, with calls of the library that only count."""
 
+import ctypes
 import typing
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from anabranch.peer_exchange import START
 from anabranch.torch.parallel import peers
 
 MIB = 1 << 20
@@ -22,6 +24,7 @@ class CountedExchange:
             raise MemoryError(self.refused)
         self.sizes, self.calls, self.is_open = tuple(sizes), [], True
         self.made.append(self)
+        self.pointer = ctypes.c_void_p(len(self.made))
 
     def handle(self):
         return b"handle"
@@ -45,6 +48,9 @@ def exchanges(monkeypatch):
     monkeypatch.setattr(peers, "PeerExchange", CountedExchange)
     monkeypatch.setattr(
         peers, "_memory_of", lambda exchange: [torch.zeros(n, dtype=torch.uint8) for n in exchange.sizes]
+    )
+    monkeypatch.setattr(
+        peers, "_send", lambda x, number, buffer: CountedExchange.made[number - 1].run("all_gather", 0, buffer, START)
     )
     monkeypatch.setattr(peers.private, "current_stream", lambda device: 0)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)

@@ -10,7 +10,7 @@ from anabranch.jax.binding import check
 from anabranch.jax.binding.derivatives import reverse_mode
 from anabranch.jax.binding.sharding import Axes, all_manual, arrays_are_local, current_mesh, vary_alike
 from anabranch.jax.layer.forward import Residuals, backward, forward, sharded_backward, sharded_forward
-from anabranch.jax.layer.names import named_x
+from anabranch.jax.layer.names import named_output, named_x
 from anabranch.jax.layer.on_mesh import divide, placed_backward, placed_forward
 from anabranch.jax.layer.operands import (
     DIFFERENTIABLE,
@@ -56,6 +56,7 @@ def _fused_layer_forward(
     # The backward pass reads the rounded factors, too.
     operands = round_factors(operands._replace(x=named_x(operands.x)))
     result, saved = _forward(config, placement, operands, save=True)
+    result = result._replace(output=named_output(result.output))
     source = operands if config.router is None else result
     assert source.experts is not None and source.weights is not None
     return result, (operands, Selection(source.experts, source.weights), saved)

@@ -16,6 +16,7 @@ from anabranch.jax.layer.operands import LayerConfig, Operands, ffn_operands
 from anabranch.jax.ops.ffn import (
     FfnConfig,
     FfnOperands,
+    IntermediateGradients,
     Saved,
     SlotGemm,
     down_gradients,
@@ -52,6 +53,14 @@ def _ffn_operands(
 
 class StepByStep:
     """The halves with the steps of a transport, for one pass."""
+
+    # The state that `hidden` leaves to `inputs`.
+    _given: FfnOperands
+    _route: Any
+    _wanted: tuple[str, ...]
+    _dtypes: tuple[Any, Any]
+    _found: IntermediateGradients
+    _d_rows: jax.Array
 
     def __init__(self, config: LayerConfig, placement: Placement, chosen: Transport):
         self._placement, self._chosen = placement, chosen
@@ -159,6 +168,13 @@ def _rounded(placement: Placement, sums: jax.Array, dtype: Any, addend: jax.Arra
 
 class InOneCall:
     """The halves over the memory of peers, one call each. The methods are those of `StepByStep`."""
+
+    # The state that `hidden` leaves to `inputs`.
+    _given: FfnOperands
+    _route: Any
+    _wanted: tuple[str, ...]
+    _dtypes: tuple[Any, Any]
+    _found: IntermediateGradients
 
     def __init__(self, config: LayerConfig, placement: Placement, chosen: Transport):
         self._config: FfnConfig = dataclasses.replace(config.ffn, topk=chosen.topk)

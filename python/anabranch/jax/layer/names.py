@@ -32,3 +32,8 @@ def named_u(u: jax.Array | None) -> jax.Array | None:
 def named_h(h: jax.Array | None) -> jax.Array | None:
     """The intermediate rows h [R, P, F]; None if no gradient is needed."""
     return None if h is None else checkpoint_name(h, "moe_h")
+
+
+def named_output(output: jax.Array) -> jax.Array:
+    """The layer's output, for blocks in which the gradient of a later step reads it."""
+    return checkpoint_name(output, "moe_output")

@@ -81,6 +81,11 @@ class _WithReducedGradients(Function):
         return None, None, *(part.reshape(d.shape).to(d.dtype) for part, d in zip(parts, gradients, strict=True))
 
 
+def mean_gradient(group: Any, gradient: Tensor) -> Tensor:
+    """The mean over the ranks of a gradient, as `with_mean_gradients` computes it."""
+    return (summed(gradient.float(), group) / dist.get_world_size(group)).to(gradient.dtype)
+
+
 def _with_reduced_gradients(group: Any, divisor: int, tensors: Sequence[Tensor | None]) -> list[Any]:
     selected = [t for t in tensors if t is not None and t.requires_grad]
     if not selected or not torch.is_grad_enabled():

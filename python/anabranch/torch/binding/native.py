@@ -160,6 +160,11 @@ class Native:
         for key in self.dispatch_keys:
             self._check(self.library.ab_torch_register_layer(key.encode()))
 
+    def register_group_layer(self) -> None:
+        """Registers the kernels of the layer over the memory of peers."""
+        for key in self.dispatch_keys:
+            self._check(self.library.ab_torch_register_group_layer(key.encode()))
+
     def config(self, layer: Sequence[tuple[str, Any]], network: Sequence[tuple[str, Any]], *, parts_first: bool) -> int:
         """The number of a layer's options.
 

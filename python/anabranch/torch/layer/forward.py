@@ -20,7 +20,14 @@ from anabranch.torch.binding.autograd import Function
 from anabranch.torch.binding.eager import is_plain_eager, needs_graph
 from anabranch.torch.layer import native_passes
 from anabranch.torch.layer.gate import biased_gate_logits, gate_backward
-from anabranch.torch.layer.operands import LayerConfig, LayerOutput, Operands, requested_cotangents, view_parameters
+from anabranch.torch.layer.operands import (
+    LayerConfig,
+    LayerOutput,
+    Operands,
+    requested_cotangents,
+    view_gradients,
+    view_parameters,
+)
 from anabranch.torch.layer.replay import needs_two_calls, route_tokens
 from anabranch.torch.ops import torch_ops
 from anabranch.torch.ops.experts import cast_weight
@@ -203,12 +210,7 @@ def _eager_backward(config: LayerConfig, needs: Mapping[str, bool], saved: Seque
     if s.w_in.dim() != 3:
         return _backward(config, needs, saved, *cotangents)
     gradients = _backward(config, needs, (*view_parameters(s, config.network.w_in_layout), *quantized), *cotangents)
-    for name, parameter in (("w_in", s.w_in), ("b_in", s.b_in)):
-        if parameter is not None and (gradient := gradients.get(name)) is not None:
-            gradients[name] = gradient.view(parameter.shape)
-    if (d_gate := gradients.get("gate")) is not None:
-        gradients["gate"] = d_gate.T
-    return gradients
+    return view_gradients(gradients, s.w_in, s.b_in)
 
 
 def _eager_forward(config: LayerConfig, operands: Operands, is_native: bool) -> LayerOutput:

@@ -27,6 +27,9 @@ class StepByStep:
       has_adapter: whether w_in has an adapter.
     """
 
+    _x: Any
+    """The arrived x, which `hidden` leaves to `inputs`."""
+
     def __init__(self, chosen: Transport, fp8_scales: int | None, has_adapter: bool):
         self._chosen, self._fp8_scales, self._has_adapter = chosen, fp8_scales, has_adapter
         #: K of `network`: assignments per arrived token.
@@ -135,6 +138,9 @@ def _scaled(there: Tensor, chosen: Transport) -> Tensor:
 
 class InOneCall:
     """The halves over the memory of peers, one operation each. The methods are those of `StepByStep`."""
+
+    _x: Sending
+    """x on its way, which `hidden` leaves to `inputs`."""
 
     def __init__(self, chosen: Transport):
         self._chosen, self.topk = chosen, chosen.topk

@@ -537,13 +537,11 @@ class MoE(OnRanks):
         up_bias = getattr(self, self.up_bias_name)
         w_in, w_out = self._matrices()
         lora = self._lora()
-        if self.group is not None:
-            of_experts = [f for name, f in lora._asdict().items() if name not in self.lora.shared]
-            weights = (parts_of(w_in)[0], parts_of(w_out)[0], up_bias, self.down_proj_bias, *of_experts)
-            check_wrapping(self, self.group, list(self._expert_tensors().values()), weights)
-            if self.local_experts == 1:  # `run_layer` cannot tell a shared factor from that of the only expert
-                shared = with_summed_gradients(self.group, *(getattr(lora, name) for name in self.lora.shared))
-                lora = lora._replace(**dict(zip(self.lora.shared, shared, strict=True)))
+        self._check_wrapping(parts_of(w_in)[0], parts_of(w_out)[0], up_bias, self.down_proj_bias, lora)
+        if self.group is not None and self.local_experts == 1:
+            # `run_layer` cannot tell a shared factor from that of the only expert.
+            shared = with_summed_gradients(self.group, *(getattr(lora, name) for name in self.lora.shared))
+            lora = lora._replace(**dict(zip(self.lora.shared, shared, strict=True)))
         check_current(quantized, parts_of(w_in)[0], parts_of(w_out)[0])
 
         def weight(value: Any) -> Any:  # float32 weights get unrounded gradients
@@ -563,6 +561,15 @@ class MoE(OnRanks):
         logits = _called("gate", self.gate, (*x.shape[:-1], ("E", self.num_experts)), for_gate)
         return tensors._replace(x=x.detach(), logits=logits.float(), port=port)
 
+    def _check_wrapping(self, w_in: Any, w_out: Any, b_in: Any, b_out: Any, lora: Lora | None) -> None:
+        """See `check_wrapping`; nothing without a group."""
+        if self.group is None:
+            return
+        factors = {} if lora is None else lora._asdict()
+        of_experts = [factor for name, factor in factors.items() if name not in self.lora.shared]
+        experts = list(self._expert_tensors().values())
+        check_wrapping(self, self.group, experts, (w_in, w_out, b_in, b_out, *of_experts))
+
     def _lora(self) -> Lora:
         """The factors of this rank's experts."""
         factors = (getattr(self, name) for name in LORA_NAMES)
@@ -573,15 +580,18 @@ class MoE(OnRanks):
     ) -> LayerTensors | None:
         """The arguments of `run_layer` with the parameters themselves, which costs the least host time.
 
-        None: the layer has a group or a gate that must be called; this is not the plain eager case; or parameters have
-        another dtype than x, or another shape than the constructor gave them.
+        None: the layer has packed weights, a gate that must be called, or adapters of a single expert in a group; this
+        is not the plain eager case; or parameters have another dtype than x, or another shape than the constructor gave
+        them.
 
         Args:
           given: further fields of a LayerTensors.
           replay: its field of this name.
         """
         gate = self.gate
-        if self.group is not None or self.packed is not None or not is_plain(gate):
+        if self.packed is not None or not is_plain(gate):
+            return None
+        if self.group is not None and self.local_experts == 1 and self.lora.rank:
             return None
         assert isinstance(gate, Gate)
         up, down, up_bias, down_bias = [
@@ -606,10 +616,13 @@ class MoE(OnRanks):
             return None
         if (up_bias is not None and up_bias.dtype != dtype) or (down_bias is not None and down_bias.dtype != dtype):
             return None
-        E, F, D = self.num_experts, self.hidden_features, self.in_features
-        if up.shape != (E, self.parts * F, D) or down.shape != (E, D, F) or gate_weight.shape != (E, D):
+        E, F, D = self.local_experts, self.hidden_features, self.in_features
+        if up.shape != (E, self.parts * F, D) or down.shape != (E, D, F) or gate_weight.shape != (self.num_experts, D):
             return None
-        return tensors if up_bias is None or up_bias.shape == up.shape[:2] else None
+        if up_bias is not None and up_bias.shape != up.shape[:2]:
+            return None
+        self._check_wrapping(up, down, up_bias, down_bias, lora)
+        return tensors
 
     def _shared(self, x: Tensor, token_mask: Tensor | None) -> Tensor:
         """The shared expert's output for x [..., D]."""

@@ -18,9 +18,10 @@ from anabranch.precision import precision_number
 from anabranch.replay import Replay, check_replay, fields_of
 from anabranch.torch.binding import check, private
 from anabranch.torch.binding.autocast import as_autocast, match_autocast
-from anabranch.torch.binding.group import check_group, sum_over_ranks, with_mean_gradients
+from anabranch.torch.binding.group import check_group, sum_over_ranks
 from anabranch.torch.layer.forward import fused_layer
-from anabranch.torch.layer.on_group import GroupConfig, GroupOutput, group_layer
+from anabranch.torch.layer.group_output import GroupConfig, GroupOutput
+from anabranch.torch.layer.on_group import group_layer
 from anabranch.torch.layer.operands import (
     LayerConfig,
     LayerOutput,
@@ -271,8 +272,8 @@ def run_layer(
 
     Args:
       options, tensors: of `moe`.
-      are_parameters: whether w_in, b_in and gate are parameters in the form of `view_parameters`. Allowed without a
-        group in the plain eager case.
+      are_parameters: whether w_in, b_in and gate are parameters in the form of `view_parameters`. Allowed in the plain
+        eager case.
       others: as in `moe`.
     """
     (
@@ -315,7 +316,6 @@ def run_layer(
     if forced_experts is not None:
         replay = Replay(forced_experts)
     if group is not None:
-        gate, gate_bias = with_mean_gradients(group, gate, gate_bias)
         lora = with_shared_gradients(group, lora, w_in.shape[0])
     operands = Operands(
         tokens, w_in, w_out, b_in, b_out, gate, gate_bias, None, expert_bias, flat(token_mask, 0),
@@ -335,9 +335,10 @@ def run_layer(
         T, repeats = tokens.shape[0], replay is not None
         E, local = config.num_experts, w_in.shape[0]
         placement = place(parallel, x, T, router.topk, E, local, config.align_size, repeats=repeats)
-        result = group_layer(GroupConfig(config, *placement, parallel.fp8_exchange), operands)
-        counts, by_source = result.all_tokens_per_expert, result.all_dropped
-        histogram, dropped = result.all_qb_histogram, by_source.sum(dtype=torch.int32)
+        result = group_layer(GroupConfig(config, *placement, parallel.fp8_exchange), operands, parallel.group)
+        counts, by_source, histogram = result.all_tokens_per_expert, result.all_dropped, result.all_qb_histogram
+        zero = result.zero
+        dropped = by_source.sum(dtype=torch.int32) if result.dropped is None else result.dropped
     aux = z = _zero(x) if zero is None else zero
     if config.aux_loss or config.z_loss:
         number = torch.full_like(aux, tokens.shape[0]) if token_mask is None else token_mask.sum().float()

@@ -2,11 +2,15 @@
 
 A rank routes its own tokens. A transport (exchange.py) sends them to their experts and returns the sums. Sums for
 losses are those of this rank; the caller adds them over the ranks. Gradients follow binding/group.py: those
-of this rank's experts are of the mean of the ranks' losses. Those of its tokens and of the replicated gate are this
-rank's part, whose mean over the ranks is that gradient.
+of this rank's experts are of the mean of the ranks' losses. Those of its tokens are this rank's part, whose mean over
+the ranks is that gradient. Those of the replicated gate are averaged over the ranks.
+
+As in forward.py there are two autograd functions with the same passes. `_EagerGroupLayer` is for cases that native
+operations compute (native_group.py).
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,9 +18,13 @@ from torch import Tensor
 from anabranch.lora import NAMES
 from anabranch.torch.binding.autocast import without_autocast
 from anabranch.torch.binding.autograd import Function
+from anabranch.torch.binding.eager import is_plain_eager, needs_graph
+from anabranch.torch.binding.group import mean_gradient, with_mean_gradients
+from anabranch.torch.layer import native_group
 from anabranch.torch.layer.gate import biased_gate_logits, gate_backward
 from anabranch.torch.layer.group_halves import Halves, halves
-from anabranch.torch.layer.operands import LayerConfig, Operands, requested_cotangents
+from anabranch.torch.layer.group_output import GroupConfig, GroupOutput
+from anabranch.torch.layer.operands import Operands, requested_cotangents, view_gradients, view_parameters
 from anabranch.torch.layer.replay import route_tokens
 from anabranch.torch.ops import torch_ops
 from anabranch.torch.ops.experts import cast_weight
@@ -26,58 +34,11 @@ from anabranch.torch.ops.packed import oriented_backward
 from anabranch.torch.ops.quantized import backward_operands, forward_operands
 from anabranch.torch.ops.router import logits_gradient
 from anabranch.torch.parallel.alike import compare_options
-from anabranch.torch.parallel.exchange import Ranks, Route, drop_over_capacity
+from anabranch.torch.parallel.exchange import Route, drop_over_capacity
 from anabranch.torch.parallel.transports import transport
 
-
-class GroupConfig(NamedTuple):
-    """Static options of the layer and of the exchange. `layer.num_experts` counts the experts of all ranks."""
-
-    layer: LayerConfig
-    ranks: Ranks
-    transport: str
-    fp8_exchange: bool
-
-
-class GroupOutput(NamedTuple):
-    """The results of the layer for this rank's tokens. Without a router, the results of routing have no elements."""
-
-    output: Tensor
-    """[T, D], dtype of x."""
-    tokens_per_expert: Tensor
-    """int32 [E], before dropping."""
-    all_tokens_per_expert: Tensor
-    """As tokens_per_expert, for all ranks; so are the next two."""
-    all_dropped: Tensor
-    """int32 [P]: dropped slots, by source rank."""
-    all_qb_histogram: Tensor
-    """int32 [E, bins]."""
-    weights: Tensor
-    """float32 [T, K]."""
-    experts: Tensor
-    """int32 [T, K], before dropping."""
-    score_sum: Tensor
-    """float32 [E]."""
-    lse: Tensor
-    """float32 [T], 0 for a masked token."""
-    h: Tensor
-    """Saved for backward, as are the following."""
-    lora_u: Tensor
-    """[R, r], of the adapter of w_in; no elements without it."""
-    lora_copies: Tensor
-    """[n], the copies of factors of another dtype than x, see `factors`; no elements without them."""
-    there: Tensor
-    """See `Passed`."""
-    logits: Tensor
-    experts_weighed_by_router: Tensor
-    """int32 [T, K], see `replay`; no elements without recorded weights."""
-    row_of_slot: Tensor
-    slot_of_row: Tensor
-    group_sizes: Tensor
-    sent_row_of_slot: Tensor
-    sent_slot_of_row: Tensor
-
-
+#: The results of `_GroupLayer`.
+_RESULTS = GroupOutput._fields[:-2]
 _DIFFERENTIABLE = ("output", "weights", "score_sum", "lse")
 
 
@@ -143,54 +104,126 @@ def _forward(config: GroupConfig, operands: Operands) -> GroupOutput:
     )
 
 
+def _saved(config: GroupConfig, o: Operands, result: GroupOutput) -> tuple[Tensor | None, ...]:
+    """What the backward pass reads."""
+    selection = o if config.layer.router is None else result
+    experts = selection.experts if o.replay_weights is None else result.experts_weighed_by_router
+    return (
+        *(o.x, o.w_in, o.w_out, o.b_in, o.b_out, o.gate, o.gate_bias, o.token_mask, selection.weights, experts),
+        *(result.h, result.logits if o.logits is None else o.logits, result.lse),
+        *backward_operands(o.quantized()),
+        *(None if o.lora_a_in is None else result.lora_u, result.lora_copies, *o.factors()),
+        result.there,
+        *(getattr(result, name) for name in Route._fields),
+    )
+
+
 class _GroupLayer(Function):
     tensors = Operands._fields
 
     @staticmethod
     def forward(config, *tensors):
         with without_autocast(tensors[0].device):
-            return tuple(_forward(config, Operands(*tensors)))
+            return tuple(_forward(config, Operands(*tensors)))[: len(_RESULTS)]
 
     @staticmethod
     def setup_context(ctx, inputs, output):
         ctx.config, *tensors = inputs
         operands, result = Operands(*tensors), GroupOutput(*output)
-        has_router = ctx.config.layer.router is not None
-        names = _DIFFERENTIABLE if has_router else _DIFFERENTIABLE[:1]
-        ctx.mark_non_differentiable(*(getattr(result, n) for n in GroupOutput._fields if n not in names))
+        names = _DIFFERENTIABLE if ctx.config.layer.router is not None else _DIFFERENTIABLE[:1]
+        ctx.mark_non_differentiable(*(getattr(result, n) for n in _RESULTS if n not in names))
         ctx.set_materialize_grads(False)
         ctx.device = operands.x.device
-        selection = result if has_router else operands
-        experts = selection.experts if operands.replay_weights is None else result.experts_weighed_by_router
-        ctx.save_for_backward(
-            *(operands.x, operands.w_in, operands.w_out, operands.b_in, operands.b_out),
-            *(operands.gate, operands.gate_bias, operands.token_mask, selection.weights, experts),
-            *(result.h, result.logits if operands.logits is None else operands.logits, result.lse),
-            *backward_operands(operands.quantized()),
-            *(None if operands.lora_a_in is None else result.lora_u, result.lora_copies, *operands.factors()),
-            result.there,
-            *(getattr(result, name) for name in Route._fields),
-        )
+        ctx.save_for_backward(*_saved(ctx.config, operands, result))
 
     @staticmethod
-    def backward(ctx, d_output, *others):
-        d = dict(zip(GroupOutput._fields, (d_output, *others), strict=True))
+    def backward(ctx, *cotangents):
+        d = dict(zip(_RESULTS, cotangents, strict=True))
+        needs = dict(zip(Operands._fields, ctx.needs_input_grad[1:], strict=True))
         with without_autocast(ctx.device):
-            gradients = _backward(ctx, d)
+            gradients = _backward(ctx.config, needs, ctx.saved_tensors, *(d[name] for name in _DIFFERENTIABLE))
         return None, *(gradients.get(name) for name in Operands._fields)
 
 
-def _backward(ctx, d):
+class _EagerGroupLayer(Function):
+    """The layer in the cases of native_group.py.
+
+    `operands` has all operands. `given` has the first of those named `native_group.DIFFERENTIABLE`. The results are
+    added to the empty list `results`. The gradient of the gate is averaged over the ranks of `group`.
+    """
+
+    tensors = native_group.DIFFERENTIABLE
+
+    @staticmethod
+    def forward(ctx, config, operands, group, results, *given):
+        result = native_group.forward(config, operands, group)
+        ctx.config, ctx.group = config, group
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*_saved(config, operands, result))
+        results.append(result)
+        if config.layer.aux_loss or config.layer.z_loss:
+            return result.output, result.weights, result.score_sum, result.lse
+        return result.output, result.weights
+
+    @staticmethod
+    def backward(ctx, d_output, d_weights=None, d_score_sum=None, d_lse=None):
+        names = native_group.DIFFERENTIABLE[: len(ctx.needs_input_grad) - 4]
+        needs = dict.fromkeys(Operands._fields, False) | dict(zip(names, ctx.needs_input_grad[4:], strict=True))
+        config, saved, cotangents = ctx.config, ctx.saved_tensors, (d_output, d_weights, d_score_sum, d_lse)
+        device = saved[0].device
+        if is_plain_eager(device, cotangents):
+            gradients = native_group.backward(config, needs, saved, ctx.group, *cotangents)
+        else:
+            with without_autocast(device):
+                gradients = _eager_backward(config, needs, saved, *cotangents)
+        if needs["gate"]:
+            gradients["gate"] = mean_gradient(ctx.group, gradients["gate"])
+        return None, None, None, None, *(gradients.get(name) for name in names)
+
+
+def _eager_backward(config: GroupConfig, needs: Mapping[str, bool], saved: Sequence[Any], *cotangents: Any) -> Any:
+    """`_backward` for operands that may be parameters, see `view_parameters`."""
+    given = Operands(*saved[:6])
+    if given.w_in.dim() != 3:
+        return _backward(config, needs, saved, *cotangents)
+    views = view_parameters(given, config.layer.network.w_in_layout)[:6]
+    return view_gradients(_backward(config, needs, (*views, *saved[6:]), *cotangents), given.w_in, given.b_in)
+
+
+def _eager_layer(config: GroupConfig, operands: Operands, group: Any) -> GroupOutput:
+    """`group_layer` in the cases of native_group.py."""
+    o = operands
+    given: tuple[Tensor | None, ...] = (o.x, o.w_in, o.w_out, o.b_in, o.b_out, o.gate)
+    if o.lora_a_in is not None or o.lora_a_out is not None:
+        given = (*given, *o.factors())
+    if not needs_graph(given):
+        return native_group.forward(config, operands, group)
+    results: list[GroupOutput] = []
+    output, weights, *sums = _EagerGroupLayer.call_eager(config, operands, group, results, *given)
+    (r,) = results
+    score_sum, lse = sums or (r.score_sum, r.lse)
+    return r._replace(output=output, weights=weights, score_sum=score_sum, lse=lse)
+
+
+def _backward(
+    config: GroupConfig,
+    needs: Mapping[str, bool],
+    saved: Sequence[Any],
+    d_output: Tensor | None,
+    d_weights: Tensor | None,
+    d_score_sum: Tensor | None,
+    d_lse: Tensor | None,
+) -> dict[str, Tensor | None]:
     """Gradients by operand name. Every rank takes part in all collectives, even if it needs no gradient."""
     (
         x, w_in, w_out, b_in, b_out, gate, gate_bias, token_mask, weights, experts, h, logits, lse,
         w_in_q, w_in_scales, w_out_q, w_out_scales, lora_u, lora_copies, lora_a_in, lora_b_in, lora_a_out, lora_b_out,
-        there, *route,
-    ) = ctx.saved_tensors  # fmt: skip
-    config, route, dtype = ctx.config, Route(*route), x.dtype
+        there, *of_route,
+    ) = saved  # fmt: skip
+    route, dtype = Route(*of_route), x.dtype
     layer, passes = config.layer, _halves(config, x, lora_a_in is not None)
-    needs = dict(zip(Operands._fields, ctx.needs_input_grad[1:], strict=True))
-    d_output = torch.zeros_like(x) if d["output"] is None else d["output"]
+    if d_output is None:
+        d_output = torch.zeros_like(x)
     up, down = (cast_weight(layer.network, w, dtype) for w in (w_in, w_out))
     quantized = oriented_backward(layer.network, w_in, w_out, (w_in_q, w_in_scales, w_out_q, w_out_scales))
     factors = factor_arguments((lora_a_in, lora_b_in, lora_a_out, lora_b_out), lora_copies)
@@ -200,13 +233,14 @@ def _backward(ctx, d):
     rest = up, b_in, down, b_out, lora_u, w_out.dtype, requested, *network
     hidden, d_w = passes.hidden(d_output, x, route, weights, there, h, rest)
     dh, d_w_out, d_b_out, _, dh_q, dh_scales, v_in, *d_factors = hidden
-    gradients, addend = {}, None
+    gradients: dict[str, Tensor | None] = {}
+    addend = None
     if layer.router is None:
         gradients["weights"] = d_w
     else:
-        if d["weights"] is not None:
-            d_w = d_w + d["weights"]
-        d_sums = requested_cotangents(layer, d["score_sum"], d["lse"])
+        if d_weights is not None:
+            d_w = d_w + d_weights
+        d_sums = requested_cotangents(layer, d_score_sum, d_lse)
         d_logits = logits_gradient(layer.router, logits, experts, token_mask, lse, d_w, *d_sums)
         if needs["logits"]:
             gradients["logits"] = d_logits
@@ -233,6 +267,12 @@ def _backward(ctx, d):
     return {name: gradient if needs[name] else None for name, gradient in gradients.items()}
 
 
-def group_layer(config: GroupConfig, operands: Operands) -> GroupOutput:
-    """The layer on checked, flattened operands of this rank."""
+def group_layer(config: GroupConfig, operands: Operands, group: Any) -> GroupOutput:
+    """The layer on checked, flattened operands of this rank of a group, which may be parameters, see `run_layer`."""
+    if native_group.applies(config, operands):
+        return _eager_layer(config, operands, group)
+    if operands.w_in.dim() == 3:
+        operands = view_parameters(operands, config.layer.network.w_in_layout, differentiable=True)
+    gate, gate_bias = with_mean_gradients(group, operands.gate, operands.gate_bias)
+    operands = operands._replace(gate=gate, gate_bias=gate_bias)
     return GroupOutput(*_GroupLayer.call(config, *operands))

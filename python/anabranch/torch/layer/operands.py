@@ -145,7 +145,7 @@ class Operands(NamedTuple):
         return self.lora_a_in, self.lora_b_in, self.lora_a_out, self.lora_b_out
 
 
-def view_parameters(operands: Any, w_in_layout: str) -> Any:
+def view_parameters(operands: Any, w_in_layout: str, *, differentiable: bool = False) -> Any:
     """Operands of `moe` as views of a module's parameters: w_in [E, P F, D], b_in [E, P F], gate [E, D].
 
     In the plain eager case a module passes its parameters themselves: native operations need no views, and autograd
@@ -154,12 +154,26 @@ def view_parameters(operands: Any, w_in_layout: str) -> Any:
     Args:
       operands: a named tuple with these fields and w_out [E, D, F].
       w_in_layout: "pfd" or "fpd".
+      differentiable: whether autograd records the views.
     """
-    w_in, b_in = operands.w_in.detach(), operands.b_in
+    w_in, b_in, gate = operands.w_in, operands.b_in, operands.gate
+    if not differentiable:
+        w_in, b_in, gate = w_in.detach(), b_in if b_in is None else b_in.detach(), gate.detach()
     (E, columns, D), F = w_in.shape, operands.w_out.shape[2]
     w_in = w_in.view((E, columns // F, F, D) if w_in_layout == "pfd" else (E, F, columns // F, D))
-    b_in = b_in if b_in is None else b_in.detach().view(w_in.shape[:-1])
-    return operands._replace(w_in=w_in, b_in=b_in, gate=operands.gate.detach().T)
+    b_in = b_in if b_in is None else b_in.view(w_in.shape[:-1])
+    return operands._replace(w_in=w_in, b_in=b_in, gate=gate.T)
+
+
+def view_gradients(gradients: dict[str, Any], w_in: Tensor, b_in: Tensor | None) -> dict[str, Any]:
+    """Gradients of a module's parameters w_in, b_in and gate from those of the operands of `view_parameters`."""
+    found = dict(gradients)
+    for name, parameter in (("w_in", w_in), ("b_in", b_in)):
+        if parameter is not None and (gradient := found.get(name)) is not None:
+            found[name] = gradient.view(parameter.shape)
+    if (d_gate := found.get("gate")) is not None:
+        found["gate"] = d_gate.T
+    return found
 
 
 def quantized_fields(quantized: QuantizedExperts | None) -> dict[str, Any]:

@@ -14,8 +14,9 @@ from anabranch.rows import check_num_slots
 from anabranch.torch.binding import check
 from anabranch.torch.binding.autocast import as_autocast, match_autocast
 from anabranch.torch.layer.forward import fused_layer
+from anabranch.torch.layer.group_output import GroupConfig
 from anabranch.torch.layer.moe import flat, unflat
-from anabranch.torch.layer.on_group import GroupConfig, group_layer
+from anabranch.torch.layer.on_group import group_layer
 from anabranch.torch.layer.operands import (
     LayerConfig,
     Operands,
@@ -149,7 +150,7 @@ def routed_experts(
     placement = place(
         parallel, x, tokens.shape[0], K, config.num_experts, w_in.shape[0], config.align_size, repeats=True
     )
-    own = group_layer(GroupConfig(config, *placement, parallel.fp8_exchange), operands)
+    own = group_layer(GroupConfig(config, *placement, parallel.fp8_exchange), operands, parallel.group)
     dropped = own.all_dropped.sum(dtype=torch.int32)
     return RoutedExpertsOutput(unflat(own.output, leading), own.all_tokens_per_expert, dropped)
 

@@ -28,7 +28,7 @@ from anabranch.torch.ops.gradients import request
 from anabranch.torch.ops.router_ops import allocate_route, route_backward_calls, route_calls
 
 #: Options are passed as two lists: four separate numbers cost torch as much time as a list of twenty.
-_OPTIONS = f"{FACTORS}, int[] integers, float[] numbers, str w_in_layout, str w_out_layout"
+LAYER_OPTIONS = f"{FACTORS}, int[] integers, float[] numbers, str w_in_layout, str w_out_layout"
 
 
 class LayerNumbers(NamedTuple):
@@ -92,8 +92,8 @@ def layer_numbers(
     )
 
 
-def _parts(arguments: Any) -> _Parts:
-    """`_Parts` from the arguments of _OPTIONS."""
+def layer_parts(arguments: Any) -> _Parts:
+    """`_Parts` from the arguments of LAYER_OPTIONS."""
     *factors, integers, numbers, w_in_layout, w_out_layout = arguments
     texts = {"w_in_layout": w_in_layout, "w_out_layout": w_out_layout}
     num_experts, align_size, qb_bins, *requested = integers[:6]
@@ -113,7 +113,7 @@ def allocate_layer(
     w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
     """Empty results of `layer`."""
-    o = _parts(options)
+    o = layer_parts(options)
 
     def integers(*shape):
         return x.new_empty(shape, dtype=torch.int32)
@@ -144,7 +144,7 @@ def layer_calls(
     b_out, w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
     """The C calls of `layer`."""
-    o, calls = _parts(options), []
+    o, calls = layer_parts(options), []
     output, tokens_per_expert, dropped, *routing, h, u, copies, row_of_slot, slot_of_row, group_sizes = results
     if logits is not None:
         weights, experts, score_sum, lse, histogram = routing
@@ -168,7 +168,7 @@ def layer_calls(
 LAYER = (
     "(Tensor x, Tensor? logits, Tensor? weights, Tensor? experts, Tensor? expert_bias, Tensor? token_mask, "
     "Tensor? forced_experts, Tensor? qb_bin_bounds, Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, "
-    f"{QUANTIZED}, {_OPTIONS})"
+    f"{QUANTIZED}, {LAYER_OPTIONS})"
 )
 #: The layer from logits [T, E], or from given weights and experts [T, K]; then the results of routing have no elements.
 layer = define(
@@ -192,7 +192,7 @@ def allocate_layer_hidden(
     """Empty results of `layer_hidden`."""
     results = allocate_experts_hidden(
         d_out, None, None, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, lora_u, w_out_dtype,
-        requested | _WEIGHTS, w_in_q, w_in_scales, w_out_q, w_out_scales, *_parts(options).of_experts,
+        requested | _WEIGHTS, w_in_q, w_in_scales, w_out_q, w_out_scales, *layer_parts(options).of_experts,
     )  # fmt: skip
     return *results, logits.new_empty(logits.shape)
 
@@ -203,7 +203,7 @@ def layer_hidden_calls(
     w_in_q, w_in_scales, w_out_q, w_out_scales, *options,
 ):  # fmt: skip
     """The C calls of `layer_hidden`."""
-    o = _parts(options)
+    o = layer_parts(options)
     *experts_results, d_logits = results
     hidden = experts_hidden_calls(
         experts_results, d_out, None, None, h, x, weights, slot_of_row, group_sizes, w_in, b_in, w_out, b_out, lora_u,
@@ -219,7 +219,7 @@ LAYER_HIDDEN = (
     "(Tensor d_out, Tensor h, Tensor x, Tensor weights, Tensor slot_of_row, Tensor group_sizes, "
     "Tensor w_in, Tensor? b_in, Tensor w_out, Tensor? b_out, Tensor? lora_u, Tensor logits, Tensor experts, "
     "Tensor? token_mask, Tensor lse, Tensor? d_score_sum, Tensor? d_lse, ScalarType w_out_dtype, int requested, "
-    f"{QUANTIZED}, {_OPTIONS})"
+    f"{QUANTIZED}, {LAYER_OPTIONS})"
 )
 #: The first half of the backward pass: `experts_hidden`, and `route_backward` with its gradient of the weights.
 layer_hidden = define(

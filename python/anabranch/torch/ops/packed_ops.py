@@ -57,7 +57,7 @@ def _described_maps(maps: Described, T: Any, K: Any, R: Any, E: Any) -> tuple[De
     return tuple(Described(shape, maps.dtype, maps.memory, maps.offset + size * start) for shape, start in parts)
 
 
-def _requested(results: Any) -> tuple[Any, ...]:
+def requested_results(results: Any) -> tuple[Any, ...]:
     """Results with None in the place of those that have no elements whatever the sizes of the arguments are."""
     return tuple(
         None if any(isinstance(size, int) and size == 0 for size in result.shape) else result for result in results
@@ -68,7 +68,7 @@ def _allocate_layer(*arguments):
     output, counts, _, *others, row_of_slot, slot_of_row, group_sizes = allocate_layer(*arguments)
     (T, K), (R,), (E,) = row_of_slot.shape, slot_of_row.shape, group_sizes.shape
     dropped, maps = (row_of_slot.new_empty((size,)) for size in (2, _starts(T, K, R, E)[-1]))
-    return output, counts, dropped, *_requested(others), maps
+    return output, counts, dropped, *requested_results(others), maps
 
 
 def _layer(results, *arguments):
@@ -93,7 +93,9 @@ _D_LOGITS_DTYPE = 16
 
 
 def _allocate_layer_hidden(*arguments):
-    dh, d_w_out, d_b_out, _, *others, d_logits = _requested(allocate_layer_hidden(*_hidden_arguments(*arguments)))
+    dh, d_w_out, d_b_out, _, *others, d_logits = requested_results(
+        allocate_layer_hidden(*_hidden_arguments(*arguments))
+    )
     return dh, d_w_out, d_b_out, *others, d_logits.new_empty(d_logits.shape, arguments[_D_LOGITS_DTYPE])
 
 
@@ -114,7 +116,7 @@ def _experts_hidden_arguments(d_out, d_out_q, d_out_scales, h, x, weights, maps,
 
 
 def _allocate_experts_hidden(*arguments):
-    return _requested(allocate_experts_hidden(*_experts_hidden_arguments(*arguments)))
+    return requested_results(allocate_experts_hidden(*_experts_hidden_arguments(*arguments)))
 
 
 def _experts_hidden(results, *arguments):
@@ -130,7 +132,7 @@ def _inputs_arguments(dh, dh_q, dh_scales, x, addend, maps, w_in, *others):
 
 
 def _allocate_experts_inputs(*arguments):
-    return _requested(allocate_experts_inputs(*_inputs_arguments(*arguments)))
+    return requested_results(allocate_experts_inputs(*_inputs_arguments(*arguments)))
 
 
 def _experts_inputs(results, *arguments):

@@ -50,6 +50,8 @@ class _Compared:
 
     values: set[tuple[Any, ...]] = dataclasses.field(default_factory=set)
     times: int = 0
+    configs: set[Any] = dataclasses.field(default_factory=set)
+    """The arguments of `check_alike` with these values."""
 
 
 _by_group: weakref.WeakKeyDictionary[Any, _Compared] = weakref.WeakKeyDictionary()
@@ -112,18 +114,8 @@ for _device in ("CPU", "CUDA"):
 torch.library.register_fake("anabranch::compare", _none_dropped, lib=_ops)
 
 
-def compare_options(config: Any, x: Tensor) -> Tensor:
-    """Compares sizes and options with the other ranks. Returns 0, int32 [].
-
-    The caller adds the result to the number of dropped assignments, so that a compiled program keeps the comparison.
-
-    Args:
-      config: a GroupConfig.
-      x: [T, D] of this rank.
-
-    Raises:
-      ValueError: a size or an option differs between ranks. Every rank raises.
-    """
+def _options(config: Any, x: Tensor) -> tuple[list[str], list[float], list[int]]:
+    """The values to compare besides the number of tokens: texts, numbers and integers."""
     layer, ranks, router = config.layer, config.ranks, config.layer.router
     numbers_of = {Network: layer.network, Router: (router or RouterOptions(ranks.topk)).numbers()}
     texts = [config.transport, str(x.dtype), "" if router is None else router.score_function]
@@ -137,6 +129,33 @@ def compare_options(config: Any, x: Tensor) -> Tensor:
         *(ranks.slots_per_token, ranks.align_size, 0 if router is None else router.qb_bins),
         *(layer.aux_loss, layer.z_loss, router is not None),
     ]
+    return texts, numbers, list(map(int, integers))
+
+
+def compare_options(config: Any, x: Tensor) -> Tensor:
+    """Compares sizes and options with the other ranks. Returns 0, int32 [].
+
+    The caller adds the result to the number of dropped assignments, so that a compiled program keeps the comparison.
+
+    Args:
+      config: a GroupConfig.
+      x: [T, D] of this rank.
+
+    Raises:
+      ValueError: a size or an option differs between ranks. Every rank raises.
+    """
     compare = torch.ops.anabranch.compare.default if torch.compiler.is_compiling() else _compare
-    zero: Tensor = compare(x, ranks.group, texts, numbers, list(map(int, integers)))
+    zero: Tensor = compare(x, config.ranks.group, *_options(config, x))
     return zero
+
+
+def check_alike(config: Any, x: Tensor, group: Any) -> None:
+    """`compare_options` without a result, for calls that nothing traces. A known config costs one look-up."""
+    compared = _by_group.get(group)
+    key = config, x.shape, x.dtype
+    if compared is not None and key in compared.configs:
+        return
+    texts, numbers, integers = _options(config, x)
+    _check(group, (x.shape[0], *texts, *numbers, *integers))
+    if private.has_stores:
+        _by_group.setdefault(group, _Compared()).configs.add(key)

@@ -78,16 +78,18 @@ class Pass:
         c_calls: Callable[..., Sequence[Call]], sent: Callable[..., tuple[Any, ...]], small_bytes: Callable[..., int],
         released: tuple[int, ...],
     ):  # fmt: skip
-        self.arguments, self.results, self.allocate = arguments, results, allocate
+        self.arguments, self.results, self.allocate, self._c_calls = arguments, results, allocate, c_calls
         self._sent = sent
         self._small_bytes, self._released = small_bytes, released
         self._run = python_run(
             f"{name}(int tokens, int small, {arguments}) -> ({results})",
             lambda tokens, small, *given: allocate(*given),
-            lambda found, tokens, small, *given: c_calls(
-                _Exchanges(ctypes.c_void_p(tokens), ctypes.c_void_p(small)), found, *given
-            ),
+            self.calls,
         )
+
+    def calls(self, found: Any, tokens: int, small: int, *given: Any) -> Sequence[Call]:
+        """The C calls that compute the results `found`. tokens, small: the addresses of the exchanges."""
+        return self._c_calls(_Exchanges(ctypes.c_void_p(tokens), ctypes.c_void_p(small)), found, *given)
 
     def run(self, exchanges: GroupExchanges, given: Sequence[Any]) -> tuple[Tensor, ...]:
         """Runs the calls on a rank. Tokens are arriving in the buffers of `exchanges`, or are sent first."""
@@ -112,7 +114,8 @@ class Pass:
         return results
 
 
-def _padded(num_bytes):
+def padded(num_bytes):
+    """The size of a tensor in the buffer of an exchange of several tensors."""
     return -(-num_bytes // 16) * 16
 
 
@@ -225,7 +228,7 @@ PASSES = {
         _experts_calls,
         _sent_experts,
         lambda tokens, x, experts, weights, counts, rows, ranks, *others: sum(
-            _padded(ranks * own.nbytes) for own in (experts, weights, counts)
+            padded(ranks * own.nbytes) for own in (experts, weights, counts)
         ),
         TOKENS[:1],
     ),

@@ -5,6 +5,7 @@ all ranks of a group make the same calls. A rank that makes another call gets an
 compares on the device.
 """
 
+import ctypes
 import dataclasses
 import weakref
 from collections.abc import Sequence
@@ -16,11 +17,14 @@ from torch import Tensor
 
 from anabranch._library import STATUS_ERRORS
 from anabranch.peer_exchange import FINISH, MAX_RANKS, START, PeerExchange
-from anabranch.torch.binding import private
+from anabranch.torch.binding import calls, private
 from anabranch.torch.binding.calls import array_of
+from anabranch.torch.binding.define import define
+from anabranch.torch.binding.native import call
 
 _FIRST_BYTES = 1 << 20
 _STEPS = 8
+_MOST_VIEWS = 64
 
 
 def _rounded(size: int) -> int:
@@ -43,6 +47,15 @@ def _memory_of(exchange: PeerExchange) -> list[Tensor]:
     return [torch.as_tensor(memory, device=device) for memory in memories]
 
 
+#: Starts to send tokens x [T, D] to a buffer of the exchange with this address.
+_send = define(
+    "p2p_send(Tensor x, int exchange, int buffer) -> ()",
+    lambda *_: (),
+    lambda results, x, exchange, buffer: calls.exchange_all_gather(
+        {"x": x}, exchange=ctypes.c_void_p(exchange), buffer=buffer, part=START
+    ),
+)
+
 #: The buffers of the exchange for tokens, all of one size. A backward pass sends twice before it collects.
 TOKENS, SUMS = (0, 1), 2
 
@@ -58,6 +71,26 @@ class _Use:
     """Whether a CUDA graph may contain calls on it. It is then kept until its group ends."""
     stream: Any = None
     """The stream of the last call."""
+    stream_address: int | None = None
+    views: dict[Any, Tensor] = dataclasses.field(default_factory=dict)
+    """Views of the buffers, by what `arriving` takes."""
+
+    @property
+    def address(self) -> int:
+        """The address of the exchange."""
+        return self.exchange.pointer.value or 0
+
+    def arriving(self, buffer: int, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+        """Where tokens [rows, columns] arrive."""
+        key = buffer, rows, columns, dtype
+        view = self.views.get(key)
+        if view is None:
+            size = rows * columns * dtype.itemsize
+            view = self.memory[buffer][:size].view(dtype).view(rows, columns)
+            if len(self.views) == _MOST_VIEWS:
+                self.views.clear()
+            self.views[key] = view
+        return view
 
 
 class GroupExchanges:
@@ -90,14 +123,12 @@ class GroupExchanges:
 
         A call of the library, or `finish`, has to wait for them.
         """
-        size = self.ranks * x.nbytes
         # An exception may have ended the last pass, whose first send is that to TOKENS[0].
         self.release(SUMS, *(TOKENS if buffer == TOKENS[0] else (buffer,)))
-        known = self.ready("tokens", size)
-        stream = private.current_stream(self.device)
-        known.exchange.run("all_gather", stream, buffer, START, x=array_of(x), out=None)
+        known = self.ready("tokens", self.ranks * x.nbytes)
+        call(_send, x, known.address, buffer)
         known.held.add(buffer)
-        return known.memory[buffer][:size].view(x.dtype).view(self.ranks * x.shape[0], x.shape[1])
+        return known.arriving(buffer, self.ranks * x.shape[0], x.shape[1], x.dtype)
 
     def finish(self, x: Tensor, buffer: int) -> None:
         """Waits on the stream for the tokens of all ranks."""
@@ -120,7 +151,7 @@ class GroupExchanges:
     def release(self, *buffers: int) -> None:
         """Allows the other ranks to overwrite buffers for tokens; nothing where there is no result."""
         known = self._uses.get("tokens")
-        if known is None:
+        if known is None or not known.held:
             return
         for buffer in known.held.intersection(buffers):
             known.exchange.run("release", private.current_stream(self.device), buffer)
@@ -128,8 +159,8 @@ class GroupExchanges:
 
     def pointers(self, small_bytes: int) -> tuple[int, int]:
         """The addresses of the exchanges for tokens, with calls in progress, and for small tensors of this size."""
-        small = self.ready("small", small_bytes).exchange if small_bytes > 0 else self._uses["small"].exchange
-        return self._uses["tokens"].exchange.pointer.value or 0, small.pointer.value or 0
+        small = self.ready("small", small_bytes) if small_bytes > 0 else self._uses["small"]
+        return self._uses["tokens"].address, small.address
 
     def released(self, *buffers: int) -> None:
         """Notes that a call of the library has released buffers."""
@@ -147,10 +178,13 @@ class GroupExchanges:
                 )
             self._uses.pop(use, None)  # a failure leaves no closed exchange behind
             known = self._uses[use] = self._replaced(known, use, size)
-        stream = torch.cuda.current_stream(self.device)
-        if known.stream is not None and known.stream != stream and not capturing:
-            stream.wait_stream(known.stream)
-        known.is_captured, known.stream = known.is_captured or capturing, stream
+        address = private.current_stream(self.device)
+        if address != known.stream_address:
+            stream = torch.cuda.current_stream(self.device)
+            if known.stream is not None and not capturing:
+                stream.wait_stream(known.stream)
+            known.stream, known.stream_address = stream, address
+        known.is_captured = known.is_captured or capturing
         return known
 
     def _replaced(self, known: _Use | None, use: str, size: int) -> _Use:
@@ -202,10 +236,6 @@ class GroupExchanges:
         for use in (*self._uses.values(), *self._kept):
             use.exchange.close()
         self._uses, self._kept = {}, []
-
-    def describe(self) -> dict[str, str]:
-        """Facts about each exchange by its use."""
-        return {name: use.exchange.describe() for name, use in self._uses.items()}
 
 
 def _first(reasons: list[str]) -> str:

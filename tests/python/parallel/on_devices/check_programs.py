@@ -232,9 +232,16 @@ def test_remat_policies_find_residuals_by_name(parallel, capsys):
     def loss(arguments):
         return jnp.sum(jnp.sin(moe(**arguments, topk=2, parallel=parallel).output))
 
+    def with_policy(*names):
+        return jax.checkpoint(loss, policy=jax.checkpoint_policies.save_only_these_names(*names))
+
+    def passes(*names):
+        """How often a step runs the experts' forward pass."""
+        return jax.jit(jax.grad(with_policy(*names))).lower(on_mesh).as_text().count("@ab_xla_expert_ffn_forward(")
+
     def saved(*names):
         """The types of the residuals other than arguments, and the gradients."""
-        rematted = jax.checkpoint(loss, policy=jax.checkpoint_policies.save_only_these_names(*names))
+        rematted = with_policy(*names)
         jax.ad_checkpoint.print_saved_residuals(rematted, on_mesh)
         lines = capsys.readouterr().out.splitlines()
         assert_trees_close(jax.jit(jax.grad(rematted))(on_mesh), want, rtol=1e-6, atol=1e-6)
@@ -247,4 +254,7 @@ def test_remat_policies_find_residuals_by_name(parallel, capsys):
         assert saved("moe_logits") == ["f32[64,8]"]
         every = saved("moe_h", "moe_logits", "moe_routing")
         assert {h, "f32[64,8]"} < set(every) and len(every) > 3
+        assert saved("moe_output") == saved("moe_x") == ["f32[64,16]"]
         assert saved() == []
+        if parallel is not None:  # without it, the experts' calls are lowered when XLA partitions the program
+            assert (passes("moe_h"), passes("moe_h", "moe_output")) == (2, 1)  # the gradient of sin reads the output

@@ -11,6 +11,7 @@ os.environ["XLA_FLAGS"] = (
 )
 os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
+sys.path.insert(1, str(pathlib.Path(__file__).resolve().parents[4] / "examples"))
 
 import jax
 import pytest

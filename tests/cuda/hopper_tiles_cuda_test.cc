@@ -203,20 +203,21 @@ struct PackedCase {
     up.packed = {memory, memory, weights, AB_FLOAT32, P * 512, 256};
     return chosen(up);
   }
-  cuda::PackedPath of_down(bool weighted = false) const {
+  // transposed: down, whose sum is along the rows in memory; else d_x.
+  cuda::PackedPath of_rows(bool transposed, bool weighted = false) const {
     alignas(16) static uint8_t memory[16];
-    cuda::PackedRowsProduct down;
-    down.x = down.y = memory;
-    down.transposed = true;
-    down.dtype = dtype;
-    down.R = R;
-    down.E = 16;
-    down.D = 512;
-    down.N = down.w_columns = 256;
-    if (weighted) down.weights = Floats(memory, AB_FLOAT32);
-    down.packed = {memory, memory, weights, AB_FLOAT32, 512, 512};
-    down.first_column = first_column;
-    return chosen(down);
+    cuda::PackedRowsProduct rows;
+    rows.x = rows.y = memory;
+    rows.transposed = transposed;
+    rows.dtype = dtype;
+    rows.R = R;
+    rows.E = 16;
+    rows.D = 512;
+    rows.N = rows.w_columns = 256;
+    if (weighted) rows.weights = Floats(memory, AB_FLOAT32);
+    rows.packed = {memory, memory, weights, AB_FLOAT32, 512, 512};
+    rows.first_column = first_column;
+    return chosen(rows);
   }
 
  private:
@@ -232,18 +233,23 @@ TEST(PackedPaths, DependOnRowsLayoutAndDtype) {
   using cuda::PackedPath;
   for (const int32_t weights : {AB_FLOAT4_E2M1X2, AB_FLOAT8_E4M3}) {
     EXPECT_EQ((PackedCase{.weights = weights}.of_up()), PackedPath::hopper);
-    EXPECT_EQ((PackedCase{.weights = weights, .first_column = 128}.of_down()), PackedPath::hopper);
+    EXPECT_EQ((PackedCase{.weights = weights, .first_column = 128}.of_rows(true)), PackedPath::hopper);
     EXPECT_EQ((PackedCase{.weights = weights, .P = 1}.of_up()), PackedPath::unpacked);
     EXPECT_EQ((PackedCase{.dtype = AB_FLOAT16, .weights = weights}.of_up()), PackedPath::unpacked);
-    EXPECT_EQ((PackedCase{.dtype = AB_FLOAT16, .weights = weights}.of_down()), PackedPath::unpacked);
-    EXPECT_EQ((PackedCase{.weights = weights}.of_down(true)), PackedPath::unpacked);
+    EXPECT_EQ((PackedCase{.dtype = AB_FLOAT16, .weights = weights}.of_rows(true)), PackedPath::unpacked);
+    EXPECT_EQ((PackedCase{.weights = weights}.of_rows(true, true)), PackedPath::unpacked);
     EXPECT_EQ((PackedCase{.weights = weights, .R = 16}.of_up()), PackedPath::few_rows);
-    EXPECT_EQ((PackedCase{.weights = weights, .R = 16}.of_down()), PackedPath::few_rows);
+    EXPECT_EQ((PackedCase{.weights = weights, .R = 16}.of_rows(true)), PackedPath::few_rows);
   }
   EXPECT_EQ((PackedCase{.interleaved = true}.of_up()), PackedPath::hopper);
   EXPECT_EQ((PackedCase{.weights = AB_FLOAT8_E4M3, .interleaved = true}.of_up()), PackedPath::unpacked);
-  EXPECT_EQ((PackedCase{.first_column = 64}.of_down()), PackedPath::hopper);
-  EXPECT_EQ((PackedCase{.weights = AB_FLOAT8_E4M3, .first_column = 64}.of_down()), PackedPath::unpacked);
+  EXPECT_EQ((PackedCase{.first_column = 64}.of_rows(true)), PackedPath::hopper);
+  EXPECT_EQ((PackedCase{.weights = AB_FLOAT8_E4M3, .first_column = 64}.of_rows(true)), PackedPath::unpacked);
+  EXPECT_EQ((PackedCase{.first_column = 32}.of_rows(false)), PackedPath::hopper);
+  EXPECT_EQ((PackedCase{.first_column = 16}.of_rows(false)), PackedPath::unpacked);
+  EXPECT_EQ((PackedCase{.weights = AB_FLOAT8_E4M3, .first_column = 128}.of_rows(false)), PackedPath::hopper);
+  EXPECT_EQ((PackedCase{.weights = AB_FLOAT8_E4M3, .first_column = 64}.of_rows(false)), PackedPath::unpacked);
+  EXPECT_EQ((PackedCase{.R = 16}.of_rows(false)), PackedPath::unpacked);
 }
 
 TEST_F(HopperTilesCuda, EveryTileMatchesTheCpu) {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "anabranch/cuda.h"
+#include "experts/cuda/packed_path.h"
 #include "float_tensor.h"
 #include "grouped_matmul_args.h"
 
@@ -162,6 +163,12 @@ TEST(Unknown, AnotherNameIsAnErrorOfEveryCall) {
   const char* path = nullptr;
   EXPECT_REFUSED(ab_cuda_experts_path(AB_FLOAT32, 4, 2, 8, 32, 2, 48, 0, 0, 1, &path, nullptr), AB_UNSUPPORTED,
                  "ANABRANCH_CUDA_PATH: got fast");
+}
+
+TEST(PackedUnknown, AnotherValueIsAnError) {
+  cuda::PackedPath path;
+  EXPECT_REFUSED(cuda::choose_path(cuda::PackedRowsProduct{}, kHopper, &path), AB_UNSUPPORTED,
+                 "ANABRANCH_CUDA_PACKED: got sometimes, expected always, never or nothing");
 }
 
 }  // namespace

@@ -99,11 +99,14 @@ struct Backward {
   }
 
   ab_status compute_inputs(const Device& device, cudaStream_t stream) const {
-    return plain_w_in.for_ranges(unpacked, group_sizes(), device, stream, [&](auto range, const void* w) {
-      RowsProduct op = inputs();
-      op.range = range;
-      op.w = w;
-      return compute_rows_product(op, device, stream);
+    const PackedRowsProduct packed{inputs(), plain_w_in.matrices()};
+    return compute_maybe_packed(plain_w_in.is_packed(), packed, device, stream, [&] {
+      return plain_w_in.for_ranges(unpacked, group_sizes(), device, stream, [&](auto range, const void* w) {
+        RowsProduct op = inputs();
+        op.range = range;
+        op.w = w;
+        return compute_rows_product(op, device, stream);
+      });
     });
   }
 

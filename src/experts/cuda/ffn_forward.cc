@@ -118,17 +118,14 @@ struct Forward {
     AB_RETURN_IF_ERROR(run_up(device, stream));
     if (args.y == nullptr) return ok();
     const Range range(Phase::down);
-    if (plain_w_out.is_packed()) {
-      const PackedRowsProduct packed{down(), plain_w_out.matrices()};
-      PackedPath path;
-      AB_RETURN_IF_ERROR(choose_path(packed, device, &path));
-      if (path != PackedPath::unpacked) return compute_rows_product(packed, path, device, stream);
-    }
-    return plain_w_out.for_ranges(unpacked, group_sizes(), device, stream, [&](auto range, const void* w) {
-      RowsProduct op = down();
-      op.range = range;
-      op.w = w;
-      return compute_rows_product(op, device, stream);
+    const PackedRowsProduct packed{down(), plain_w_out.matrices()};
+    return compute_maybe_packed(plain_w_out.is_packed(), packed, device, stream, [&] {
+      return plain_w_out.for_ranges(unpacked, group_sizes(), device, stream, [&](auto range, const void* w) {
+        RowsProduct op = down();
+        op.range = range;
+        op.w = w;
+        return compute_rows_product(op, device, stream);
+      });
     });
   }
 
@@ -148,17 +145,14 @@ struct Forward {
     }
     if (arriving) AB_RETURN_IF_ERROR(arriving.await_all(stream));
     AB_RETURN_IF_ERROR(compute_u(device, stream));
-    if (plain_w_in.is_packed()) {
-      const PackedUp packed{up(), plain_w_in.matrices()};
-      PackedPath path;
-      AB_RETURN_IF_ERROR(choose_path(packed, device, &path));
-      if (path != PackedPath::unpacked) return compute_up(packed, path, device, stream);
-    }
-    return plain_w_in.for_ranges(unpacked, group_sizes(), device, stream, [&](auto range, void* w) {
-      Up op = up();
-      op.range = range;
-      op.w_in = Floats(w, s.dtype);
-      return compute(op);
+    const PackedUp packed{up(), plain_w_in.matrices()};
+    return compute_maybe_packed(plain_w_in.is_packed(), packed, device, stream, [&] {
+      return plain_w_in.for_ranges(unpacked, group_sizes(), device, stream, [&](auto range, void* w) {
+        Up op = up();
+        op.range = range;
+        op.w_in = Floats(w, s.dtype);
+        return compute(op);
+      });
     });
   }
 

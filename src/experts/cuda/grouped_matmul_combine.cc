@@ -139,13 +139,10 @@ ab_status multiply_and_combine(const ab_grouped_matmul_combine_args& args, const
       return fp8 == nullptr ? compute_rows_product(rows, device, stream)
                             : compute_rows_product(fp8->gemm(rows, first), device, stream);
     };
-    PackedPath path = PackedPath::unpacked;
     const PackedRowsProduct packed{gemm(nullptr, {}), weights.matrices(), first};
-    if (weights.is_packed()) AB_RETURN_IF_ERROR(choose_path(packed, device, &path));
-    AB_RETURN_IF_ERROR(
-        path != PackedPath::unpacked
-            ? compute_rows_product(packed, path, device, stream)
-            : weights.for_ranges(unpacked, data<const int32_t>(args.group_sizes), device, stream, multiply));
+    AB_RETURN_IF_ERROR(compute_maybe_packed(weights.is_packed(), packed, device, stream, [&] {
+      return weights.for_ranges(unpacked, data<const int32_t>(args.group_sizes), device, stream, multiply);
+    }));
     const GatherSum sum = sum_of(args, s, first, count, buffer);
     // The GEMMs of the weight gradients follow the last chunk of a backward pass.
     const bool directly = first + count == s.N && args.backward == 0;

@@ -45,12 +45,12 @@ ab_status compute_rows_product(const RowsProduct& p, const Device& device, cudaS
   return clear_padding(p.map, {p.y, p.dtype}, p.R, p.N, multiprocessors, stream);
 }
 
-ab_status compute_up(const PackedUp& up, PackedPath path, const Device& device, cudaStream_t stream) {
+ab_status compute_packed(const PackedUp& up, PackedPath path, const Device& device, cudaStream_t stream) {
   return path == PackedPath::hopper ? hopper::launch_gemm(up, device.multiprocessors, stream)
                                     : few_rows::launch_gemm(up, device.multiprocessors, stream);
 }
 
-ab_status compute_rows_product(const PackedRowsProduct& p, PackedPath path, const Device& device, cudaStream_t stream) {
+ab_status compute_packed(const PackedRowsProduct& p, PackedPath path, const Device& device, cudaStream_t stream) {
   const int multiprocessors = device.multiprocessors;
   if (path == PackedPath::few_rows) return few_rows::launch_gemm(p, multiprocessors, stream);
   AB_RETURN_IF_ERROR(hopper::launch_gemm(p, multiprocessors, stream));

@@ -7,6 +7,7 @@
 
 #include "anabranch/types.h"
 #include "core/cuda/device.h"
+#include "core/status.h"
 #include "experts/cuda/ops/factor_pair.h"
 #include "experts/cuda/ops/fp8.h"
 #include "experts/cuda/ops/intermediate_gradient.h"
@@ -23,10 +24,18 @@ ab_status compute_rows_product(const RowsProduct& product, const Device& device,
 ab_status compute_intermediate_gradient(const IntermediateGradient& gradient, const Device& device,
                                         cudaStream_t stream);
 
-// Packed weights that are not unpacked: path is what choose_path() returns, and not `unpacked`.
-ab_status compute_up(const PackedUp& up, PackedPath path, const Device& device, cudaStream_t stream);
-ab_status compute_rows_product(const PackedRowsProduct& product, PackedPath path, const Device& device,
-                               cudaStream_t stream);
+// GEMMs that read packed weights as they are. path: not `unpacked`.
+ab_status compute_packed(const PackedUp& up, PackedPath path, const Device& device, cudaStream_t stream);
+ab_status compute_packed(const PackedRowsProduct& product, PackedPath path, const Device& device, cudaStream_t stream);
+
+// The GEMM of weights that may be packed, on the path that choose_path() returns. compute_unpacked(): by plain weights.
+template <class Packed, class Unpacked>
+ab_status compute_maybe_packed(bool is_packed, const Packed& packed, const Device& device, cudaStream_t stream,
+                               const Unpacked& compute_unpacked) {
+  auto path = PackedPath::unpacked;
+  if (is_packed) AB_RETURN_IF_ERROR(choose_path(packed, device, &path));
+  return path == PackedPath::unpacked ? compute_unpacked() : compute_packed(packed, path, device, stream);
+}
 
 // Number of partial sums of <da', a> that the gradient writes; at most max_dot_parts(F).
 int64_t dot_parts(const IntermediateGradient& gradient, const Device& device);

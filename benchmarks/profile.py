@@ -10,6 +10,7 @@ from typing import Any
 
 from anabranch.phases import NAMES, PREFIX
 from benchmarks import flags, timing
+from benchmarks.processes import rows_of_a_process
 from benchmarks.shapes import CPU_SHAPES, NAMED, LayerShape
 from benchmarks.tables import selected
 
@@ -139,12 +140,18 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     Raises:
       BenchError: this machine lacks something.
     """
-    folder = pathlib.Path(options.out or tempfile.mkdtemp(prefix="anabranch-profile-"))
+    folder = pathlib.Path(options.out or tempfile.mkdtemp(prefix="anabranch-profile-")).resolve()
     steps = 2 if options.quick else 10
     record = {"torch": _phases_in_torch, "jax": _phases_in_jax}
+    front_ends = dict.fromkeys(options.by or BY[:1])
     for shape in flags.sized(options.shape or [DEFAULT[options.device]], options.tokens, options.quick):
         for dtype in options.dtype:
-            for by in dict.fromkeys(options.by or BY[:1]):
+            for by in front_ends:
+                if len(front_ends) > 1:  # a process can have one profiler of a GPU
+                    given = {"device": options.device, "shape": shape, "dtype": dtype, "by": by, "out": folder}
+                    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+                    yield from rows_of_a_process(["profile", *words, *["--quick"] * options.quick], quiet=True)
+                    continue
                 place = folder / f"{shape}_{dtype}_{by}"
                 place.mkdir(parents=True, exist_ok=True)
                 phases, file = record[by](shape, dtype, options.device, steps, place)
@@ -184,7 +191,7 @@ def tables(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]
 def _short(kernel: str) -> str:
     """The name of a kernel without its namespaces, template arguments and parameters.
 
-    >>> _short("void anabranch::cuda::hopper::grouped_gemm<A, B<1>>(C)"), _short("ffi_call.3")
-    ('grouped_gemm', 'ffi_call.3')
+    >>> _short("void anabranch::cuda::(anonymous namespace)::route<A, B<1>>(C)"), _short("ffi_call.3")
+    ('route', 'ffi_call.3')
     """
-    return re.sub(r"[<(].*", "", kernel).split(" ")[-1].split("::")[-1]
+    return re.sub(r"[<(].*", "", kernel.replace("(anonymous namespace)::", "")).split(" ")[-1].split("::")[-1]

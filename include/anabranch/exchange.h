@@ -127,8 +127,8 @@ typedef struct ab_exchange_all_gather_args {
    * until ab_cuda_exchange_release. */
   const ab_tensor* out;
   /* Further tensors of other sizes and dtypes, each with its result, or NULL. Only with `out`, part = WHOLE and
-   * lockstep = 0. One kernel moves all tensors, as it moves small blocks. The buffer must hold all results, each rounded
-   * up to a multiple of 16 bytes. */
+   * lockstep = 0. One kernel moves all tensors, as it moves small blocks. The buffer must hold all results, each
+   * rounded up to a multiple of 16 bytes. */
   const ab_tensor* x_2;
   const ab_tensor* out_2;
   const ab_tensor* x_3;

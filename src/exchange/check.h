@@ -23,8 +23,8 @@ constexpr double kDefaultTimeout = 600;
 ab_status check_create(const ab_exchange_create_args* args, const char* variable, Shape* shape, uint64_t* limit);
 
 // Blocks of at most this size are moved by one kernel instead of copy engines if the call has an output, is made as a
-// whole and is not in lockstep. For larger blocks the copy engines are faster and take no SMs. Several tensors are moved
-// by one kernel, whatever their sizes: they are the routing of tokens, whose pushes keep the copy engines busy.
+// whole and is not in lockstep. For larger blocks the copy engines are faster and take no SMs. Several tensors are
+// moved by one kernel, whatever their sizes: they are the routing of tokens, whose pushes keep the copy engines busy.
 constexpr int64_t kSmallBytes = 512 << 10;
 
 constexpr int kMoreTensors = 2;

@@ -74,7 +74,7 @@ TEST(CudaWorkspaces, RefusesANullResult) {
   }
 }
 
-// (P - 1) T D elements of 2 bytes are 32, 96 and 224 MiB: 2, 4 and 4 chunks. Few bytes, or few columns, are one chunk.
+// (P - 1) T D elements of 2 bytes are 32, 96 and 224 MiB: 2, 3 and 4 chunks. Few bytes, or few columns, are one chunk.
 TEST(CudaWorkspaces, HasOneChunkOfReturningSums) {
   const auto bound = [](int64_t R, int64_t P, int64_t T, int64_t N) {
     size_t bytes = 0;
@@ -82,7 +82,7 @@ TEST(CudaWorkspaces, HasOneChunkOfReturningSums) {
     return bytes;
   };
   EXPECT_EQ(bound(128, 2, 8192, 2048), 128u * 1024 * 2);
-  EXPECT_EQ(bound(128, 4, 8192, 2048), 128u * 512 * 2);
+  EXPECT_EQ(bound(128, 4, 8192, 2048), 128u * 768 * 2);
   EXPECT_EQ(bound(128, 8, 8192, 2048), 128u * 512 * 2);
   EXPECT_EQ(bound(128, 4, 64, 2048), 128u * 2048 * 2);
   EXPECT_EQ(bound(128, 4, 1 << 20, 72), 128u * 72 * 2);

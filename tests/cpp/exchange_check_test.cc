@@ -202,7 +202,8 @@ TEST(ExchangeChunks, CoverAllColumns) {
       }
     }
   }
-  EXPECT_EQ(return_columns(4, 8192, 2048, 2), 512);
+  EXPECT_EQ(return_columns(4, 8192, 2048, 2), 768);
+  EXPECT_EQ(return_columns(4, 32768, 2048, 2), 512);
   EXPECT_EQ(return_columns(2, 8192, 2048, 2), 1024);
   EXPECT_EQ(return_columns(2, 512, 2048, 2), 2048);
 }

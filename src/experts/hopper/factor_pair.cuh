@@ -63,7 +63,7 @@ struct alignas(1024) PairMemory {
   char wide[Shape::kStages][Shape::kWideBytes];
   char narrow[Shape::kStages][kPanelBytes];
   char factor[2][Shape::kWideBytes];
-  char subtiles[4][kSubtileBuffers * kSubtileBytes];
+  char subtiles[4][2][kSubtileBytes];
   TileQueue queue;
   Barrier full[Shape::kStages];
   Barrier empty[Shape::kStages];

@@ -47,20 +47,28 @@ struct NoGather {
   __device__ void copy(uint32_t, const Tile&, int) const {}
 };
 
-// Gathers the rows of a tile for K-major operands. A warp copies 32 rows with 8 lanes per row. Lane i copies rows i / 8
-// + 8 j and i / 8 + 4 + 8 j, so it needs only two swizzle patterns.
+// Gathers the rows of a tile for K-major operands. A warp copies a quarter of them with 8 lanes per row. Lane i copies
+// rows i / 8 + 8 j and i / 8 + 4 + 8 j, so it needs only two swizzle patterns.
 template <int kRows>
 class RowGather {
  public:
   __device__ RowGather(const GatherSource& from, const Tile& tile)
       : from_(from), chunk_(lane_index() % kRowChunks), first_(swizzled(first_row() + row_of(0), chunk_)) {
-    const int32_t row = tile.row + first_row() + lane_index();
-    const uint32_t place = row < tile.end_row ? from.place_of(from.slot_of(row)) : GatherSource::kOutOfBounds;
+    uint32_t places[kWarpRows / kWarp];
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) places_[i] = __shfl_sync(kAllLanes, place, row_of(i));
+    for (int i = 0; i < kWarpRows / kWarp; ++i) {
+      const int32_t row = tile.row + first_row() + i * kWarp + lane_index();
+      places[i] = row < tile.end_row ? from.place_of(from.slot_of(row)) : GatherSource::kOutOfBounds;
+    }
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      constexpr int kEachOfWarp = kWarp / kRowStep;  // rows of a lane and pattern among those that a look-up finds
+      places_[i] = __shfl_sync(kAllLanes, places[i % (kEach / 2) / kEachOfWarp], row_of(i) % kWarp);
+    }
   }
 
   __device__ void copy(uint32_t to, const Tile& tile, int k_block) const {
+    if (kWarpRows >= kPanel && tile.row + first_row() >= tile.end_row) return;  // nothing multiplies this panel
     const int32_t source_chunk = (tile.k + k_block * kBlockK) / 8 + chunk_;
     const bool in_bounds = source_chunk < from_.row_chunks;
     const char* from = from_.source + int64_t{source_chunk} * 16;
@@ -74,12 +82,12 @@ class RowGather {
   }
 
  private:
-  static constexpr int kEach = 8;     // rows per lane
-  static constexpr int kRowStep = 8;  // period of the swizzle
-  static_assert(kRows == 4 * kWarp && kWarp / kRowChunks * kEach == kWarp,
-                "each lane of the warpgroup looks up one row");
+  static constexpr int kWarpRows = kRows / 4;
+  static constexpr int kEach = kWarpRows / (kWarp / kRowChunks);  // rows per lane
+  static constexpr int kRowStep = 8;                              // period of the swizzle
+  static_assert(kWarpRows % kWarp == 0, "each lane of the warpgroup looks up the same number of rows");
 
-  static __device__ int first_row() { return warp_index() % 4 * kWarp; }
+  static __device__ int first_row() { return warp_index() % 4 * kWarpRows; }
   static __device__ int row_of(int i) {
     return lane_index() / kRowChunks + i / (kEach / 2) * (kWarp / kRowChunks) + i % (kEach / 2) * kRowStep;
   }

@@ -125,8 +125,7 @@ struct IntermediateGradientEpilogue {
   static constexpr int kBlock = 32;  // 8 columns per lane
   static constexpr int kPrefetchedBlocks = 2;
   static constexpr int kBlockBytes = 2 * 2 * kWarp * 16;
-  static_assert(kPrefetchedBlocks * kBlockBytes <= kSubtileBuffers * kSubtileBytes,
-                "prefetched blocks of h fit the subtile buffers");
+  static_assert(kPrefetchedBlocks * kBlockBytes <= 2 * kSubtileBytes, "prefetched blocks of h fit the subtile buffers");
 
   // One block of h: a chunk each of gate and up, or (interleaved) the first and the last 4 column pairs.
   struct BlockOfH {

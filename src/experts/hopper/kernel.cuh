@@ -1,8 +1,10 @@
-// Grouped GEMM for Hopper. One persistent CTA per SM: 1 producer warpgroup, 2 consumer warpgroups.
+// Grouped GEMM for Hopper. One persistent CTA per SM: 1 producer warpgroup, 2 if weights are packed, and 2 consumer
+// warpgroups.
 //
 //   producer   warp 0       issues TMA loads
 //              warp 1       runs the tile scheduler, fills the tile queue
-//              all 4 warps  copy gathered rows (cp.async), if an operand is gathered; decode packed weights
+//              all 4 warps  copy gathered rows (cp.async), if an operand is gathered
+//              the second, and the first if it gathers nothing, decode packed weights
 //   consumers               take tiles from the queue, issue wgmma, run the epilogue
 //                           cooperative: both work on one tile; ping-pong: one tile each, alternating
 #pragma once
@@ -49,7 +51,7 @@ struct Product {
 template <class Shape>
 struct alignas(1024) SharedMemory {
   OperandRing<Shape> ring;
-  alignas(1024) char subtiles[Shape::kConsumers * 4][kSubtileBuffers * kSubtileBytes];
+  alignas(1024) char subtiles[Shape::kConsumers * 4][Shape::kSubtileBuffers][kSubtileBytes];
   TileQueue queue;
   LatePlace late[Shape::kConsumers * 4];
   int32_t positions[Shape::kConsumers * 4];  // the tile index of each consumer warp that has no register for it
@@ -61,9 +63,10 @@ class GroupedProduct {
   using OperandA = typename P::OperandA;
   using OperandB = typename P::OperandB;
   static constexpr bool kGathers = OperandA::kGathered || OperandB::kGathered;
-  static constexpr int kGatherers = kGathers ? 4 : 0;  // warps
+  static constexpr int kGatherers = kGathers ? Shape::kProducers * 4 : 0;  // warps
   // Ping-pong already overlaps stores with MMA, and the FP8 main loop has no registers left for deferred stores.
-  static constexpr bool kDefersStores = P::Epilogue::kDefersStores && Shape::kTilesInFlight == 1 && !OperandA::kScaled;
+  static constexpr bool kDefersStores =
+      P::Epilogue::kDefersStores && Shape::kTilesInFlight == 1 && Shape::kWarpgroupPanels == 1 && !OperandA::kScaled;
 
  public:
   __device__ GroupedProduct(const P& product, SharedMemory<Shape>& shared) : p_(product), shared_(shared) {}
@@ -80,31 +83,35 @@ class GroupedProduct {
     sync_cluster<Shape::kBlocks>();
     wait_for_previous_kernel();
     const int warpgroup = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
-    if (warpgroup == 0) {
+    if (warpgroup < Shape::kProducers) {
       give_up_registers<kProducerRegisters>();
+      // Of packed weights, only warpgroups decode that do not gather rows.
+      constexpr Loads kFirstLoads = OperandB::kPacked && OperandA::kGathered ? Loads::a : Loads::both;
       if (warp_index() == 1) {
-        schedule_tiles();
+        schedule_tiles<kFirstLoads>();
+      } else if (Shape::kProducers > 1 && warpgroup > 0) {
+        load_tiles<Loads::b>(false);
       } else if (warp_index() == 0 || kGathers) {
-        load_tiles(warp_index() == 0);
+        load_tiles<kFirstLoads>(warp_index() == 0);
       }
     } else {
       take_registers<kConsumerRegisters>();
-      consume(warpgroup - 1);
+      consume(warpgroup - Shape::kProducers);
     }
     if (Shape::kBlocks > 1) sync_cluster<Shape::kBlocks>();  // other CTAs may still arrive at this CTA's barriers
   }
 
  private:
   // Registers per thread after setmaxnreg. Every thread starts with 65536 / kThreads, rounded down to a multiple of 8.
-  // Producers that gather and decode get 72. Those that decode, for FP8, or gather get 56, but gathering ones only if
+  // Each of two producer warpgroups gets 48. Single ones for FP8, or that gather, get 56, but gathering ones only if
   // the epilogue does not need the registers; others get 40.
   static constexpr bool kLargeProducer =
-      OperandA::kScaled || OperandB::kPacked || (kGathers && !P::Epilogue::template kNeedsRegisters<Shape>);
-  static constexpr int kProducerRegisters = OperandB::kPacked && OperandA::kGathered ? 72 : kLargeProducer ? 56 : 40;
-  static constexpr int kConsumerRegisters = (504 - kProducerRegisters) / 16 * 8;
-  static_assert(kProducerRegisters + Shape::kConsumers * kConsumerRegisters <= 65536 / Shape::kThreads / 8 * 8 * 3,
-                "the warpgroups may not take more registers than the kernel starts with");
+      OperandA::kScaled || (kGathers && !P::Epilogue::template kNeedsRegisters<Shape>);
+  static constexpr int kProducerRegisters = Shape::kProducers == 2 ? 48 : kLargeProducer ? 56 : 40;
+  static constexpr int kRegisters = 65536 / Shape::kThreads / 8 * 8 * (Shape::kProducers + Shape::kConsumers);
+  static constexpr int kConsumerRegisters = (kRegisters - Shape::kProducers * kProducerRegisters) / 16 * 8;
 
+  template <Loads kLoads>
   __device__ void schedule_tiles() {
     typename P::Scheduler scheduler(p_.tiles);
     int32_t k_blocks = 0;
@@ -115,18 +122,19 @@ class GroupedProduct {
       shared_.queue.put(n, tile);
       if (tile.expert == kNoTile) break;
       k_blocks += blocks_of(p_.b, tile);
-      if constexpr (kGathers) load_k_blocks(shared_.ring, p_.a, p_.b, tile, false);
+      if constexpr (kGathers) load_k_blocks<kLoads>(shared_.ring, p_.a, p_.b, tile, false);
     }
     for (int more = 1; more < Shape::kTilesInFlight; ++more) shared_.queue.put(n + more, {.expert = kNoTile});
     let_next_kernel_start();
   }
 
   // is_leader: this warp issues the TMA loads.
+  template <Loads kLoads>
   __device__ void load_tiles(bool is_leader) {
     for (int n = 0;; ++n) {
       const Tile tile = shared_.queue.get(n);
       if (tile.expert == kNoTile) return;
-      load_k_blocks(shared_.ring, p_.a, p_.b, tile, is_leader);
+      load_k_blocks<kLoads>(shared_.ring, p_.a, p_.b, tile, is_leader);
     }
   }
 
@@ -155,7 +163,7 @@ class GroupedProduct {
       Tile tile = OperandA::kScaled ? shared_.queue.peek(n) : shared_.queue.get(n);
       if (tile.expert == kNoTile) break;
       const int thread = reload_thread_index();
-      const int member = Shape::kTilesInFlight == 1 ? thread / kWarpgroup - 1 : 0;
+      const int member = Shape::kTilesInFlight == 1 ? thread / kWarpgroup - Shape::kProducers : 0;
       int first_row = member * Shape::kWarpgroupRows + thread / kWarp % 4 * kSubtileRows;
       float acc[Shape::kWarpgroupPanels][Shape::kColumns / 2];
       auto prefetched = p_.epilogue.template begin_prefetch<Shape>(writer, tile, first_row);
@@ -209,7 +217,7 @@ class GroupedProduct {
   }
 
   static constexpr int kDeferredColumns = kSubtileColumns<typename P::Element>;
-  static __device__ int reload_consumer_warp() { return reload_thread_index() / kWarp - kWarpgroup / kWarp; }
+  static __device__ int reload_consumer_warp() { return reload_thread_index() / kWarp - Shape::kProducers * 4; }
   __device__ volatile int32_t& position_in_memory() { return shared_.positions[reload_consumer_warp()]; }
 
   // Multiplies only the panels that contain rows of the expert.

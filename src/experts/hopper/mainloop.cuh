@@ -10,6 +10,8 @@
 // mistake phase p + 2 for p. So a warpgroup enters its main loop only after the other has left its own.
 #pragma once
 
+#include <type_traits>
+
 #include "core/cuda/warp.cuh"
 #include "experts/hopper/operands.cuh"
 #include "experts/hopper/tile_shape.cuh"
@@ -67,31 +69,39 @@ struct OperandRing : PackedMemory<Shape::kPackedBytes> {
   }
 };
 
-// Arrives for this thread's part of a k-block: at once if the thread has written it itself and copied nothing.
-template <class OperandA, class OperandB>
-__device__ __forceinline__ void arrive_for_gathered(Barrier& full) {
-  if constexpr (OperandB::kPacked && !OperandA::kGathered) {
-    full.arrive();
-  } else if constexpr (OperandA::kGathered || OperandB::kGathered) {
-    full.arrive_after_copies();
-  }
-}
+// The operands that a warp loads or decodes. Every warp of the producers whose operands are not all loaded by TMA
+// arrives for each k-block.
+enum class Loads { both, a, b };
 
-// Loads the k-blocks of a tile into the ring. Called by the leading warp, or by all four warps of the warpgroup if an
+// Loads the k-blocks of a tile into the ring. Called by the leading warp, or by all warps of the producers if an
 // operand is gathered.
-template <class Shape, class OperandA, class OperandB>
+template <Loads kLoads, class Shape, class OperandA, class OperandB>
 __device__ __forceinline__ void load_k_blocks(OperandRing<Shape>& ring, const OperandA& a, const OperandB& b,
                                               const Tile& tile, bool is_leader) {
+  constexpr bool kLoadsA = kLoads != Loads::b;
+  constexpr bool kLoadsB = kLoads != Loads::a;
+  constexpr bool kDecodes = kLoadsB && OperandB::kPacked;
   const uint32_t bytes = a.template bytes<Shape::kRows>(tile) + b.template bytes<Shape::kColumns>(tile);
-  typename OperandA::template Gather<Shape::kRows> gather_a(a, tile);
+  auto gather_a = [&] {
+    using Gather = typename OperandA::template Gather<Shape::kRows>;
+    return std::conditional_t<kLoadsA, Gather, NoGather>(a, tile);
+  }();
   auto gather_b = [&] {
     using Gather = typename OperandB::template Gather<Shape::kColumns>;
-    if constexpr (OperandB::kPacked) {
+    if constexpr (kDecodes) {
       return Gather(b, tile, shared_address(ring.packed));
     } else {
-      return Gather(b, tile);
+      return std::conditional_t<kLoadsB, Gather, NoGather>(b, tile);
     }
   }();
+  // Arrives for this thread's part of a k-block: at once if it has copied nothing to the ring.
+  const auto arrive = [](Barrier& full) {
+    if constexpr ((kLoadsA && OperandA::kGathered) || (kLoadsB && OperandB::kGathered && !kDecodes)) {
+      full.arrive_after_copies();
+    } else if constexpr (OperandA::kGathered || OperandB::kGathered) {
+      full.arrive();
+    }
+  };
   auto at = OperandRing<Shape>::Position::nth(tile.first_k_block);
   // Fills a stage with loads that `load` issues, of `bytes` in total.
   const auto load_by_tma = [&](uint32_t bytes, const auto& load) {
@@ -102,7 +112,7 @@ __device__ __forceinline__ void load_k_blocks(OperandRing<Shape>& ring, const Op
       full.arrive_and_expect(bytes);
       load(full, Multicast<Shape::kBlocks>::make(tile.multicasts_b != 0));
     }
-    if constexpr (OperandA::kGathered || OperandB::kPacked) arrive_for_gathered<OperandA, OperandB>(full);
+    arrive(full);
     at.advance();
   };
   if constexpr (OperandB::kMayHaveBias) {
@@ -126,7 +136,8 @@ __device__ __forceinline__ void load_k_blocks(OperandRing<Shape>& ring, const Op
     }
     gather_a.copy(shared_address(ring.a[at.stage]), tile, k_block);
     gather_b.copy(shared_address(ring.b[at.stage]), tile, k_block);
-    arrive_for_gathered<OperandA, OperandB>(full);
+    arrive(full);
+    if constexpr (kDecodes) gather_b.end_copy(k_block);
   }
   if constexpr (OperandB::kMayHaveLowRank) {
     if (tile.k_blocks == 0) return;

@@ -2,7 +2,7 @@
 // shared memory several k-blocks ahead, and decodes one k-block at a time into a stage of the ring, as bfloat16.
 //
 //   piece   16 bytes of a row in memory, which share a scale: 32 elements of MXFP4 or 16 of e4m3
-//   step    one piece per thread of the warpgroup: 64 (MXFP4) or 32 (e4m3) rows of 64 elements
+//   step    one piece per decoding thread: with 128 threads 64 (MXFP4) or 32 (e4m3) rows of 64 elements
 //
 // A thread decodes the pieces that it has copied itself, so copies need no barrier. Scales come through registers, one
 // k-block ahead. Eight adjacent lanes write all eight chunks of the swizzle, so there are no bank conflicts.
@@ -94,8 +94,6 @@ struct Fp8Blocks {
   }
 };
 
-constexpr int kDecoders = 128;  // threads of the producer warpgroup
-
 // Matrices [E, N, C] in memory. k-major operands sum over C; their columns are the rows of N, adjacent ones, or half of
 // them rows of the gate and the others the same rows of up. mn-major operands sum over N; their columns are those of C.
 // Pieces and scales are counted in 32 bits.
@@ -118,30 +116,33 @@ struct PackedSource {
 
 // How the pieces of a k-block are divided among steps, steps among parts, and steps among scales. A row is 128 bytes of
 // a stage: a column of a k-major operand; 64 columns with one k of an mn-major one. Parts are gate and up, or the
-// panels of an mn-major operand.
-template <class Format, GateUpLayout kLayout, int kColumns, Major kMajor>
+// panels of an mn-major operand, two at a time if a step has the rows of two.
+template <class Format, GateUpLayout kLayout, int kColumns, Major kMajor, int kDecoders>
 struct PackedSteps {
   static constexpr bool kIsK = kMajor == Major::k;
   static constexpr int kPieces = kBlockK / Format::kElements;  // per row
   static constexpr int kStepRows = kDecoders / kPieces;
   static constexpr int kSteps = kColumns / kStepRows;
-  static constexpr int kParts = kIsK ? (kLayout == GateUpLayout::gated ? 2 : 1) : kColumns / kBlockK;
+  static constexpr int kPartColumns = std::max(kStepRows, kBlockK);  // of an mn-major operand
+  static constexpr int kParts = kIsK ? (kLayout == GateUpLayout::gated ? 2 : 1) : kColumns / kPartColumns;
   static constexpr int kPartSteps = kSteps / kParts;
   // Along a column of the operand, and along k:
   static constexpr int kScaleColumns = kIsK ? Format::kScaleRows : Format::kScaleElements;
   static constexpr int kScaleK = kIsK ? Format::kScaleElements : Format::kScaleRows;
-  static constexpr int kScales = kColumns / std::max(kScaleColumns, kIsK ? kStepRows : kBlockK);  // of a thread
-  static constexpr int kScaleSteps = kSteps / kScales;                                            // per scale
+  static constexpr int kScales =  // of a thread
+      kColumns /
+      std::min(std::max(kScaleColumns, kIsK ? kStepRows : kPartColumns), kIsK ? kColumns / kParts : kColumns);
+  static constexpr int kScaleSteps = kSteps / kScales;  // per scale
   static_assert(kIsK ? kPartSteps % kScaleSteps == 0 : kScaleSteps % kPartSteps == 0,
                 "a scale belongs to one part, or to whole panels");
 };
 
 // A thread's share of decoding the panels of a tile's k-blocks, see Gather.
-template <class Format, GateUpLayout kLayout, int kColumns, int kMemoryBytes, Major kMajor>
-class PackedGather : PackedSteps<Format, kLayout, kColumns, kMajor> {
-  using Steps = PackedSteps<Format, kLayout, kColumns, kMajor>;
-  using Steps::kIsK, Steps::kPartSteps, Steps::kPieces, Steps::kScaleK, Steps::kScales, Steps::kScaleSteps,
-      Steps::kStepRows, Steps::kSteps;
+template <class Format, GateUpLayout kLayout, int kColumns, int kMemoryBytes, Major kMajor, int kDecoders>
+class PackedGather : PackedSteps<Format, kLayout, kColumns, kMajor, kDecoders> {
+  using Steps = PackedSteps<Format, kLayout, kColumns, kMajor, kDecoders>;
+  using Steps::kIsK, Steps::kPartColumns, Steps::kPartSteps, Steps::kPieces, Steps::kScaleK, Steps::kScales,
+      Steps::kScaleSteps, Steps::kStepRows, Steps::kSteps;
   static constexpr int kStepBytes = kDecoders * 16;  // in shared memory
   static constexpr int kStages = kMemoryBytes / (kSteps * kStepBytes);
 
@@ -149,9 +150,10 @@ class PackedGather : PackedSteps<Format, kLayout, kColumns, kMajor> {
   // memory: kMemoryBytes of shared memory. Starts to copy the first k-blocks.
   __device__ __forceinline__ PackedGather(const PackedSource& from, const Tile& tile, uint32_t memory) : from_(from) {
     constexpr int kColumnScale = kLayout == GateUpLayout::interleaved ? 2 : 1;
-    const int thread = warp_index() % 4 * kWarp + lane_index();
-    const int row = thread / kPieces;  // of step 0
-    const int element = thread % kPieces * Format::kElements;
+    const int thread = warp_index() % (kDecoders / kWarp) * kWarp + lane_index();
+    const int stage_row = thread / kPieces;  // of step 0
+    const int row = kIsK ? stage_row : stage_row % kBlockK;
+    const int element = (stage_row - row) + thread % kPieces * Format::kElements;
     const int32_t tile_column = kColumnScale * tile.column;
     columns_left_ = from.columns - tile_column - (kIsK ? row : element);
     k_left_ = tile.end_k - (kIsK ? element : row);
@@ -159,44 +161,43 @@ class PackedGather : PackedSteps<Format, kLayout, kColumns, kMajor> {
     const auto stored_row = static_cast<uint32_t>(tile.expert * from.N + (kIsK ? column : 0) + row);
     const auto stored_element = static_cast<uint32_t>((kIsK ? 0 : column) + element);
     pieces_ = stored_row * from.row_pieces + stored_element / Format::kElements;
-    scales_ = stored_row / Format::kScaleRows * from.row_scales + stored_element / Format::kScaleElements;
+    first_scale_ = stored_row / Format::kScaleRows * from.row_scales + stored_element / Format::kScaleElements;
     slot_ = memory + thread * 16;
-    place_ = swizzled(row, element / 8);
+    place_ = swizzled(stage_row, element % kBlockK / 8);
 #pragma unroll 1  // the producer has few registers
     for (int k_block = 0; k_block + 1 < kStages; ++k_block) prefetch(tile, k_block, k_block);
     load_scales(0);
+    take_scales(0);
   }
 
-  // Must be called for consecutive k-blocks, from 0 on.
+  // Must be called for consecutive k-blocks, from 0 on, each time with end_copy() after the caller's arrival.
   __device__ __forceinline__ void copy(uint32_t to, const Tile& tile, int k_block) {
     prefetch(tile, k_block + kStages - 1, stage_ == 0 ? kStages - 1 : stage_ - 1);
-    uint32_t scales[kScales];
-#pragma unroll
-    for (int i = 0; i < kScales; ++i) scales[i] = Format::scale_of(next_scales_[i], from_.scales_dtype);
-    load_scales(k_block + 1);
     wait_for_copies<kStages - 1>();
-    if constexpr (Format::kAlwaysFast) {
-      decode<true>(to, scales);
-    } else if (Format::is_fast(scales)) {
-      decode<true>(to, scales);
+    uint4 pieces[kSteps];
+    const uint32_t slot = slot_ + stage_ * (kSteps * kStepBytes);
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) pieces[i] = load_shared<uint4>(slot + i * kStepBytes);
+    load_scales(k_block + 1);
+    if (Format::kAlwaysFast || is_fast_) {
+      decode<true>(to, pieces);
     } else {
-      decode<false>(to, scales);
+      decode<false>(to, pieces);
     }
     fence_async_proxy();
     if (++stage_ == kStages) stage_ = 0;
   }
 
+  // Waits for what load_scales() has loaded. In copy() the wait would include the loads for the next k-block.
+  __device__ __forceinline__ void end_copy(int k_block) { take_scales(k_block + 1); }
+
  private:
   // Decodes the thread's pieces of a k-block.
   template <bool kFast>
-  __device__ __forceinline__ void decode(uint32_t to, const uint32_t (&scales)[kScales]) const {
-    const uint32_t slot = slot_ + stage_ * (kSteps * kStepBytes);
-    uint4 next = load_shared<uint4>(slot);
+  __device__ __forceinline__ void decode(uint32_t to, const uint4 (&pieces)[kSteps]) const {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      const uint4 piece = next;
-      if (i + 1 < kSteps) next = load_shared<uint4>(slot + (i + 1) * kStepBytes);
-      Format::template decode<kFast>(piece, scales[i / kScaleSteps], [&](int j, const EightElements& eight) {
+      Format::template decode<kFast>(pieces[i], scales_[i / kScaleSteps], [&](int j, const EightElements& eight) {
         store_shared(advance_chunks(to + place_, j) + i * (kStepRows * kSwizzleBytes), eight);
       });
     }
@@ -218,38 +219,50 @@ class PackedGather : PackedSteps<Format, kLayout, kColumns, kMajor> {
 
   // Scales out of bounds are zero, so that such elements are zero, too.
   __device__ __forceinline__ void load_scales(int k_block) {
-    if (k_block * kBlockK % kScaleK != 0) return;  // the scales of the previous k-block
-    uint32_t at = scales_ + k_block * kBlockK / kScaleK * from_.block_scale_step;
+    if (!has_scales(k_block)) return;
+    uint32_t at = first_scale_ + k_block * kBlockK / kScaleK * from_.block_scale_step;
 #pragma unroll
     for (int i = 0; i < kScales; ++i) {
-      next_scales_[i] =
+      loaded_scales_[i] =
           is_valid(i * kScaleSteps, k_block) ? Format::load_scale(from_.scales, from_.scales_dtype, at) : 0u;
       at += (i + 1) * kScaleSteps % kPartSteps == 0 ? from_.part_scale_step : from_.scale_step;
     }
   }
 
+  __device__ __forceinline__ void take_scales(int k_block) {
+    if (!has_scales(k_block)) return;
+#pragma unroll
+    for (int i = 0; i < kScales; ++i) scales_[i] = Format::scale_of(loaded_scales_[i], from_.scales_dtype);
+    if constexpr (!Format::kAlwaysFast) is_fast_ = Format::is_fast(scales_);
+  }
+
+  // Whether the scales differ from those of the k-block before.
+  static __device__ __forceinline__ bool has_scales(int k_block) { return k_block * kBlockK % kScaleK == 0; }
+
   __device__ __forceinline__ bool is_valid(int step, int k_block) const {
     const int row = step % kPartSteps * kStepRows;
-    const int column = kIsK ? row : step / kPartSteps * kBlockK;
+    const int column = kIsK ? row : step / kPartSteps * kPartColumns;
     return column < columns_left_ && k_block * kBlockK + (kIsK ? 0 : row) < k_left_;
   }
 
   const PackedSource& from_;
   uint32_t pieces_;       // index of the piece of step 0 and k-block 0
-  uint32_t scales_;       // of its scale
+  uint32_t first_scale_;  // of its scale
   int32_t columns_left_;  // from its column on
   int32_t k_left_;        // from its first element on
   uint32_t slot_;         // its address in stage 0
   uint32_t place_;        // offset of its first element in a stage of the ring
   int stage_ = 0;
-  uint32_t next_scales_[kScales];
+  uint32_t loaded_scales_[kScales];  // may not have arrived
+  uint32_t scales_[kScales];         // of the k-block to decode
+  bool is_fast_;
 };
 
 // Describes columns first_column ... first_column + columns - 1 of the operand; with gate and up, columns of the gate
 // and the same of up.
-template <class Format, GateUpLayout kLayout, int kColumns, Major kMajor>
+template <class Format, GateUpLayout kLayout, int kColumns, Major kMajor, int kDecoders>
 PackedSource packed_source(const PackedMatrices& w, int64_t first_column, int64_t columns) {
-  using Steps = PackedSteps<Format, kLayout, kColumns, kMajor>;
+  using Steps = PackedSteps<Format, kLayout, kColumns, kMajor, kDecoders>;
   constexpr bool kIsK = kMajor == Major::k;
   const int64_t row_pieces = w.C / Format::kElements;
   const int64_t row_scales = w.C / Format::kScaleElements;
@@ -274,9 +287,10 @@ PackedSource packed_source(const PackedMatrices& w, int64_t first_column, int64_
         in_32_bits((columns / Format::kScaleRows - (Steps::kScales / Steps::kParts - 1) * kScaleStep) * row_scales);
   } else {
     to.block_step = in_32_bits(kBlockK * row_pieces);
-    to.part_step = in_32_bits(Steps::kPieces - (Steps::kPartSteps - 1) * Steps::kStepRows * row_pieces);
+    to.part_step =
+        in_32_bits(Steps::kPartColumns / Format::kElements - (Steps::kPartSteps - 1) * Steps::kStepRows * row_pieces);
     to.block_scale_step = in_32_bits(row_scales);
-    to.scale_step = to.part_scale_step = std::max(kBlockK / Format::kScaleElements, 1);
+    to.scale_step = to.part_scale_step = std::max(Steps::kPartColumns / Format::kScaleElements, 1);
   }
   return to;
 }

@@ -8,14 +8,15 @@ namespace anabranch::cuda::hopper {
 
 template <class Format, Major kMajor>
 ab_status launch_packed_rows_product(const PackedRowsProduct& p, int multiprocessors, cudaStream_t stream) {
-  using Shape = PackedTile128x256;
+  using Shape = PackedTile256x128;
   using Element = BFloat16;
   using Epilogue = RowsEpilogue<Element>;
-  using Weights = PackedOperand<Format, GateUpLayout::ungated, kMajor>;
+  constexpr int kDecoders = Shape::kProducers * kWarpgroup;
+  using Weights = PackedOperand<Format, GateUpLayout::ungated, kMajor, kDecoders>;
   RowsProductOf<Shape, Element, RowOperand, kMajor, Epilogue, Weights> product;
   AB_RETURN_IF_ERROR(prepare_rows<Shape::kRows>("x", {const_cast<void*>(p.x), p.dtype}, p.map, p.D, &product.a));
   static_cast<PackedSource&>(product.b) =
-      packed_source<Format, GateUpLayout::ungated, Shape::kColumns, kMajor>(p.packed, p.first_column, p.N);
+      packed_source<Format, GateUpLayout::ungated, Shape::kColumns, kMajor, kDecoders>(p.packed, p.first_column, p.N);
   AB_RETURN_IF_ERROR((prepare_rows_product<Shape, Element, RowOperand, kMajor, Epilogue, Weights>(p, &product)));
   return launch_product("packed grouped GEMM", product, max_tiles(p, product), multiprocessors, stream);
 }

@@ -15,7 +15,6 @@ namespace anabranch::cuda::hopper {
 
 constexpr int kSubtileRows = 16;
 constexpr int kSubtileBytes = kSubtileRows * kSwizzleBytes;
-constexpr int kSubtileBuffers = 2;  // per warp
 
 template <class Out>
 constexpr int kSubtileColumns = kSwizzleBytes / static_cast<int>(sizeof(Out));
@@ -51,11 +50,16 @@ struct NoPrefetch {
 // Stores the results of one warp. Destination: element type `Out`, number of columns, and send() of a subtile.
 class SubtileWriter {
  public:
-  // subtiles: kSubtileBuffers buffers of kSubtileBytes, 1024-byte aligned.
-  __device__ explicit SubtileWriter(char* subtiles) : subtiles_(shared_address(subtiles)) {}
+  // subtiles: kBuffers buffers of kSubtileBytes, 1024-byte aligned.
+  template <int kBuffers>
+  __device__ explicit SubtileWriter(char (&subtiles)[kBuffers][kSubtileBytes])
+      : subtiles_(shared_address(subtiles)), buffers_(kBuffers) {
+    static_assert(kBuffers == 1 || kBuffers == 2);
+  }
 
   // Reconstructs the writer of a warp. So it takes no registers during the main loop.
-  static __device__ __forceinline__ SubtileWriter reopen(char* subtiles) {
+  template <int kBuffers>
+  static __device__ __forceinline__ SubtileWriter reopen(char (&subtiles)[kBuffers][kSubtileBytes]) {
     if (lane_index() == 0) wait_for_stores_to_read<0>();
     __syncwarp();
     return SubtileWriter(subtiles);
@@ -114,10 +118,16 @@ class SubtileWriter {
 
  private:
   __device__ uint32_t next_subtile() {
-    if (lane_index() == 0) wait_for_stores_to_read<kSubtileBuffers - 1>();
+    if (lane_index() == 0) {
+      if (buffers_ == 1) {
+        wait_for_stores_to_read<0>();
+      } else {
+        wait_for_stores_to_read<1>();
+      }
+    }
     __syncwarp();
     const uint32_t subtile = subtiles_ + next_ * kSubtileBytes;
-    next_ = (next_ + 1) % kSubtileBuffers;
+    next_ = (next_ + 1) % buffers_;
     return subtile;
   }
 
@@ -160,6 +170,7 @@ class SubtileWriter {
   }
 
   uint32_t subtiles_;
+  int buffers_;  // a constant wherever the constructor is inlined
   int next_ = 0;
 };
 

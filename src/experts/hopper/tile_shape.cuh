@@ -14,21 +14,23 @@ static_assert(kBlockK == kPanel, "a k-block is one panel deep");
 enum class Schedule { cooperative, ping_pong };
 
 // kBlocks: CTAs per cluster, whose tiles may share operand B.
-template <int kRows_, int kColumns_, int kStages_, Schedule kSchedule, int kBlocks_ = 1>
+template <int kRows_, int kColumns_, int kStages_, Schedule kSchedule, int kBlocks_ = 1, int kProducers_ = 1>
 struct TileShape {
   static constexpr int kRows = kRows_;
   static constexpr int kColumns = kColumns_;
   static constexpr int kStages = kStages_;  // k-blocks of operands in shared memory
   static constexpr int kTilesInFlight = kSchedule == Schedule::ping_pong ? 2 : 1;
   static constexpr int kBlocks = kBlocks_;
-  static constexpr int kPackedBytes = 0;  // of packed operands in shared memory
+  static constexpr int kPackedBytes = 0;     // of packed operands in shared memory
+  static constexpr int kSubtileBuffers = 2;  // of each consumer warp, see SubtileWriter
 
+  static constexpr int kProducers = kProducers_;                       // warpgroups
   static constexpr int kConsumers = 2;                                 // warpgroups
   static constexpr int kTileWarpgroups = kConsumers / kTilesInFlight;  // per tile
   static constexpr int kTileWarps = kTileWarpgroups * 4;
   static constexpr int kWarpgroupRows = kRows / kTileWarpgroups;
   static constexpr int kWarpgroupPanels = kWarpgroupRows / kPanel;
-  static constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
+  static constexpr int kThreads = (kProducers + kConsumers) * kWarpgroup;
   static constexpr int kBytesA = kRows / kPanel * kPanelBytes;
   static constexpr int kBytesB = kColumns / kPanel * kPanelBytes;
 
@@ -41,8 +43,9 @@ using Tile128x256 = TileShape<128, 256, 4, Schedule::cooperative>;
 using Tile128x192 = TileShape<128, 192, 4, Schedule::ping_pong>;
 using Tile128x128 = TileShape<128, 128, 6, Schedule::ping_pong>;
 using Tile128x64 = TileShape<128, 64, 8, Schedule::ping_pong>;
-struct PackedTile128x256 : TileShape<128, 256, 3, Schedule::cooperative> {
-  static constexpr int kPackedBytes = 48 << 10;
+struct PackedTile256x128 : TileShape<256, 128, 4, Schedule::cooperative, 1, 2> {
+  static constexpr int kPackedBytes = 16 << 10;
+  static constexpr int kSubtileBuffers = 1;
 };
 
 // Tile shape for clusters of two CTAs.

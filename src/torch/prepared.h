@@ -57,7 +57,8 @@ struct Call {
 
 struct Description {
   int32_t num_given, num_results, num_places, num_cells, num_calls, num_inputs, num_nodes, num_conditions;
-  int32_t working_size;  // number
+  int32_t working_size;     // number
+  int32_t num_after_error;  // of the calls, the last ones: they run only after an error of an earlier call
   const Node* nodes;
   const Condition* conditions;
   const Result* results;

@@ -243,6 +243,7 @@ void set_callbacks(Prepare prepare, Release release) {
 }
 
 void Arguments::add(const Tensor& tensor) {
+  if (!tensor) return add_none();
   const int64_t rank = tensor.rank();
   const int64_t* sizes = tensor.sizes();
   if (given.empty()) {

@@ -80,7 +80,7 @@ void set_callbacks(Prepare prepare, Release release);
 // The arguments of one operation: a key of all but sizes, the sizes, and the tensors.
 class Arguments {
  public:
-  void add(const Tensor& tensor);  // contiguous, borrowed
+  void add(const Tensor& tensor);  // contiguous, borrowed; NULL: not given
   void add_none();
   void add_size(int64_t size);
   template <typename T>

@@ -49,6 +49,7 @@ extern "C" {
 #define AB_EXCHANGE_MAX_RANKS 16
 #define AB_EXCHANGE_BUFFERS 4
 #define AB_EXCHANGE_HANDLE_BYTES 512
+#define AB_EXCHANGE_ALL_BUFFERS (-1)
 
 typedef struct ab_exchange_create_args {
   size_t size;
@@ -153,11 +154,16 @@ AB_API ab_status ab_cuda_exchange_all_to_all(const ab_exchange_all_to_all_args* 
 
 /* Allows the peers to overwrite a buffer. Call it once after each call with out = NULL, in stream order after the
  * kernels that read the buffer. If the exchange broke in the meantime, what they read may be wrong: the status of the
- * next call and of check says so. */
+ * next call and of check says so.
+ *
+ * buffer = AB_EXCHANGE_ALL_BUFFERS abandons all calls that have begun, after an error between two of them: exec->stream
+ * waits for all copies of this rank, also if the exchange is broken, then for the blocks of the peers, and releases all
+ * buffers. Afterwards the tensors of these calls may be freed. The next calls work if all ranks have begun the same
+ * calls before they abandoned them; otherwise blocks are reported missing when a time limit runs out. */
 typedef struct ab_exchange_release_args {
   size_t size;
   ab_exchange* exchange;
-  int32_t buffer;
+  int32_t buffer;   /* or AB_EXCHANGE_ALL_BUFFERS */
   int32_t reserved; /* 0 */
 } ab_exchange_release_args;
 

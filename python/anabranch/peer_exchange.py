@@ -9,6 +9,8 @@ HANDLE_BYTES = 512
 MAX_RANKS = 16
 #: Parts of a call.
 WHOLE, START, FINISH = 0, 1, 2
+#: As the buffer of a release: the calls on all buffers have failed.
+ALL_BUFFERS = -1
 
 
 class PeerExchange:

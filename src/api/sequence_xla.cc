@@ -122,9 +122,9 @@ class Sequence {
     if (!calls.has_value() || *calls < 1) return invalid("sequence: got no calls, expected at least one");
     ffi::Error error = run_calls(*calls, stream);
 #ifdef ANABRANCH_CUDA
-    // An earlier error is the one to report.
+    // The calls so far still read the arrays. An earlier error is the one to report.
     for (ab_exchange* exchange : exchanges_) {
-      if (error.failure()) exchange::join_copies(exchange, stream);
+      if (error.failure()) exchange::abandon_calls(exchange, stream);
     }
 #endif
     return error;

@@ -140,6 +140,12 @@ class Protocol {
     return Memory::load(&own().failure) == 0;
   }
 
+  // Whether this rank has not released the current use. To abandon it, the rank first waits for phase 0 of all peers,
+  // since a peer can begin this use only while the release of the previous one stands.
+  AB_EXCHANGE_INLINE bool holds(int buffer) const {
+    return Memory::load(&own().released[buffer][group_.rank]) != Memory::load(&own().use[buffer]);
+  }
+
   // Tells `peer`, which may be this rank, that a use has ended.
   AB_EXCHANGE_INLINE void release(int buffer, int peer, Word use) const {
     if (const Word failure = Memory::load(&own().failure); failure != 0) {

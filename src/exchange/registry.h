@@ -56,8 +56,7 @@ ab_status find_exchange(std::string_view name, ab_exchange** exchange);
 // The rank of an exchange. Only the CUDA library has this function and the next one.
 int32_t rank_of(const ab_exchange& exchange);
 
-// Makes the stream wait for all copies that calls on the exchange have enqueued: after an error between the calls of a
-// sequence they still read its arrays.
-ab_status join_copies(ab_exchange* exchange, void* stream);
+// See AB_EXCHANGE_ALL_BUFFERS.
+ab_status abandon_calls(ab_exchange* exchange, void* stream);
 
 }  // namespace anabranch::exchange

@@ -4,46 +4,14 @@
 
 #include <bit>
 #include <cstdint>
-#include <initializer_list>
-#include <tuple>
 #include <utility>
 #include <vector>
 
-#include "torch/gate.h"
 #include "torch/layer_arguments.h"
 #include "torch/operations.h"
 #include "torch/prepared.h"
 
 namespace anabranch::torch {
-
-namespace {
-
-struct Numbers {
-  int32_t layer = operation_number("p2p_layer");
-  int32_t d_logits = operation_number("p2p_d_logits");
-  int32_t hidden = operation_number("p2p_hidden");
-  int32_t inputs = operation_number("p2p_inputs");
-};
-
-const Numbers& numbers() {
-  static const Numbers numbers;
-  return numbers;
-}
-
-void add_all(Arguments& arguments, const std::vector<Tensor>& tensors, std::initializer_list<int> indices) {
-  for (int i : indices) add(arguments, tensors[i]);
-}
-
-// Adds the arguments from `first` to `last`.
-void add_range(Arguments& arguments, const std::vector<Tensor>& tensors, int first, int last) {
-  for (int i = first; i <= last; ++i) add(arguments, tensors[i]);
-}
-
-void give(Value* stack, std::vector<Tensor>& results) {
-  for (size_t i = 0; i < results.size(); ++i) stack[i] = results[i].release_value();
-}
-
-}  // namespace
 
 void group_forward(Value* stack, uint64_t, uint64_t) {
   enum {
@@ -70,30 +38,21 @@ void group_forward(Value* stack, uint64_t, uint64_t) {
     SMALL,
     CONFIG,
   };
-  std::vector<Tensor> t = take(stack, "TTGttttTtTtttttttttt");
-  check_rank("x", t[X], 2);
-  check_rank("gate", t[GATE], 2);
-  check_rank_of_w_out(t[W_OUT]);
-  const Config& config = config_at(stack[CONFIG]);
-  const Parameters parameters(t[W_IN], t[W_OUT], config.parts_first);
-  t[W_IN] = parameters.w_in(t[W_IN]);
-  t[B_IN] = parameters.b_in(t[B_IN]);
-  Tensor logits = gate_logits(t[X], parameters.gate(t[GATE]));
+  const Pass pass(stack, "TTGttttTtTtttttttttt", {X, GATE, W_IN, B_IN, W_OUT, ORDERS, CONFIG});
+  Tensor logits = pass.logits();
   const int64_t shape[] = {1, static_cast<int64_t>(stack[NUM_COUNTS])};
-  Tensor counts = zeros(2, shape, shims.dtype_int32(), t[X].device_type(), t[X].device_index());
-  Arguments arguments;
-  arguments.add_option(stack[TOKENS]);
-  arguments.add_option(stack[SMALL]);
-  add_all(arguments, t, {X, ARRIVING});
+  Tensor counts = zeros(2, shape, shims.dtype_int32(), pass[X].device_type(), pass[X].device_index());
+  PassArguments arguments(pass);
+  arguments.add_values({TOKENS, SMALL});
+  arguments.add({X, ARRIVING});
   arguments.add(counts);
   arguments.add(logits);
-  add_range(arguments, t, EXPERT_BIAS, BOUNDS);
+  arguments.add_range(EXPERT_BIAS, BOUNDS);
   arguments.add_size(static_cast<int64_t>(stack[ROWS]));
-  for (int i : {RANKS, RANK}) arguments.add_option(stack[i]);
-  add_range(arguments, t, W_IN, COPIES);
-  arguments.add_option(stack[ORDERS]);
-  arguments.add_options(config.layer);
-  std::vector<Tensor> results = run(numbers().layer, arguments);
+  arguments.add_values({RANKS, RANK});
+  arguments.add_rest(W_IN, pass.config().layer);
+  static const int32_t number = operation_number("p2p_layer");
+  std::vector<Tensor> results = run(number, arguments);
   results.push_back(std::move(counts));
   results.push_back(std::move(logits));
   give(stack, results);
@@ -124,23 +83,16 @@ void group_hidden(Value* stack, uint64_t, uint64_t) {
     SMALL,
     CONFIG,
   };
-  std::vector<Tensor> t = take(stack, "TTTTTTTTTtTttttttttttt");
-  check_rank_of_w_out(t[W_OUT]);
-  const Config& config = config_at(stack[CONFIG]);
-  const Parameters parameters(t[W_IN], t[W_OUT], config.parts_first);
-  t[W_IN] = parameters.w_in(t[W_IN]);
-  t[B_IN] = parameters.b_in(t[B_IN]);
-  Arguments arguments;
-  arguments.add_option(stack[TOKENS]);
-  arguments.add_option(stack[SMALL]);
-  add_all(arguments, t, {X, D_OUTPUT, D_ARRIVING, H, X_ARRIVING});
-  add_range(arguments, t, THERE, LORA_U);
-  arguments.add_option(static_cast<int8_t>(stack[W_OUT_DTYPE]));
-  arguments.add_option(stack[REQUESTED]);
-  add_range(arguments, t, QUANTIZED, COPIES);
-  arguments.add_option(stack[ORDERS]);
-  arguments.add_options(config.network);
-  std::vector<Tensor> results = run(numbers().hidden, arguments);
+  const Pass pass(stack, "TTTTTTTTTtTttttttttttt", {X, -1, W_IN, B_IN, W_OUT, ORDERS, CONFIG});
+  PassArguments arguments(pass);
+  arguments.add_values({TOKENS, SMALL});
+  arguments.add({X, D_OUTPUT, D_ARRIVING, H, X_ARRIVING});
+  arguments.add_range(THERE, LORA_U);
+  arguments.add_dtype(stack[W_OUT_DTYPE]);
+  arguments.add_values({REQUESTED});
+  arguments.add_rest(QUANTIZED, pass.config().network);
+  static const int32_t number = operation_number("p2p_hidden");
+  std::vector<Tensor> results = run(number, arguments);
   give(stack, results);
 }
 
@@ -180,42 +132,29 @@ void group_inputs(Value* stack, uint64_t, uint64_t) {
     SMALL,
     CONFIG,
   };
-  std::vector<Tensor> t = take(stack, "TttGTTttTTTTTTTtttTtTttttttttt");
-  check_rank("x", t[X], 2);
-  check_rank("gate", t[GATE], 2);
-  check_rank_of_w_out(t[W_OUT]);
-  const Config& config = config_at(stack[CONFIG]);
-  const Parameters parameters(t[W_IN], t[W_OUT], config.parts_first);
-  t[W_IN] = parameters.w_in(t[W_IN]);
-  t[B_IN] = parameters.b_in(t[B_IN]);
-  Arguments arguments;
-  add_all(arguments, t, {LOGITS, EXPERTS, MASK, LSE, D_WEIGHTS, D_SCORE_SUM, D_LSE});
-  // The gate's GEMMs multiply bfloat16 operands on a GPU.
-  arguments.add_option(static_cast<int8_t>(t[X].on_cuda() ? t[X].dtype() : shims.dtype_float32()));
-  arguments.add_options(config.layer);
-  const Tensor d_logits = std::move(run(numbers().d_logits, arguments)[0]);
-  Tensor addend, d_gate;
-  std::tie(addend, d_gate) = gate_backward(t[MASKED_X], parameters.gate(t[GATE]), d_logits, (stack[NEEDS_X] & 1) != 0,
-                                           (stack[NEEDS_GATE] & 1) != 0);
-  if (d_gate) d_gate = parameters.d_gate(to_dtype(d_gate, t[GATE].dtype()));
-  arguments = Arguments();
-  arguments.add_option(stack[TOKENS]);
-  arguments.add_option(stack[SMALL]);
-  add_all(arguments, t, {X, X_ARRIVING});
-  add(arguments, addend);
-  add_range(arguments, t, ROW_OF_SLOT, GROUP_SIZES);
-  arguments.add_option(static_cast<int8_t>(t[X].dtype()));  // of d_x
+  const Pass pass(stack, "TttGTTttTTTTTTTtttTtTttttttttt", {X, GATE, W_IN, B_IN, W_OUT, ORDERS, CONFIG});
+  PassArguments of_logits(pass);
+  of_logits.add({LOGITS, EXPERTS, MASK, LSE, D_WEIGHTS, D_SCORE_SUM, D_LSE});
+  of_logits.add_dtype(pass.d_logits_dtype());
+  of_logits.add_options(pass.config().layer);
+  static const int32_t logits_number = operation_number("p2p_d_logits");
+  auto [addend, d_gate] = pass.gate_gradients(MASKED_X, run(logits_number, of_logits)[0], NEEDS_X, NEEDS_GATE);
+  PassArguments arguments(pass);
+  arguments.add_values({TOKENS, SMALL});
+  arguments.add({X, X_ARRIVING});
+  arguments.add(addend);
+  arguments.add_range(ROW_OF_SLOT, GROUP_SIZES);
+  arguments.add_dtype(pass[X].dtype());  // of d_x
   arguments.add_option(std::bit_cast<Value>(static_cast<double>(stack[RANKS])));
-  add_range(arguments, t, DH, V_IN);
-  arguments.add_option(static_cast<int8_t>(stack[W_IN_DTYPE]));
-  arguments.add_option(stack[REQUESTED]);
-  add_range(arguments, t, W_IN, COPIES);
-  arguments.add_option(stack[ORDERS]);
-  arguments.add_options(config.network);
+  arguments.add_range(DH, V_IN);
+  arguments.add_dtype(stack[W_IN_DTYPE]);
+  arguments.add_values({REQUESTED});
+  arguments.add_rest(W_IN, pass.config().network);
+  static const int32_t number = operation_number("p2p_inputs");
   enum { D_X, D_W_IN, D_B_IN };
-  std::vector<Tensor> results = run(numbers().inputs, arguments);
-  results[D_W_IN] = parameters.d_w_in(std::move(results[D_W_IN]));
-  results[D_B_IN] = parameters.d_b_in(std::move(results[D_B_IN]));
+  std::vector<Tensor> results = run(number, arguments);
+  results[D_W_IN] = pass.d_w_in(std::move(results[D_W_IN]));
+  results[D_B_IN] = pass.d_b_in(std::move(results[D_B_IN]));
   results.push_back(std::move(d_gate));
   give(stack, results);
 }

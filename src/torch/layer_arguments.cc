@@ -5,6 +5,7 @@
 #include <mutex>
 #include <utility>
 
+#include "torch/gate.h"
 #include "torch/operations.h"
 
 namespace anabranch::torch {
@@ -36,24 +37,11 @@ Configs& configs() {
   return *configs;
 }
 
-}  // namespace
-
-int32_t add_config(const std::string& layer, const std::string& network, bool parts_first) {
-  return configs().add({layer, network, parts_first});
-}
-
-const Config& config_at(uint64_t number) { return configs().at(number); }
-
 void check_rank(const char* name, const Tensor& tensor, int64_t rank) {
   if (tensor && tensor.rank() != rank) {
     fail(AB_INVALID_ARGUMENT, std::string(name) + ": got a tensor of rank " + std::to_string(tensor.rank()) +
                                   ", expected " + std::to_string(rank));
   }
-}
-
-// The codes of packed weights have one more axis than the weights.
-void check_rank_of_w_out(const Tensor& w_out) {
-  check_rank("w_out", w_out, w_out.dtype() == shims.dtype_uint8() ? 4 : 3);
 }
 
 std::vector<Tensor> take(const Value* stack, const std::string& kinds) {
@@ -68,16 +56,25 @@ std::vector<Tensor> take(const Value* stack, const std::string& kinds) {
   return tensors;
 }
 
-void add(Arguments& arguments, const Tensor& tensor) {
-  if (tensor) {
-    arguments.add(tensor);
-  } else {
-    arguments.add_none();
-  }
+}  // namespace
+
+int32_t add_config(const std::string& layer, const std::string& network, bool parts_first) {
+  return configs().add({layer, network, parts_first});
 }
 
-Parameters::Parameters(const Tensor& w_in, const Tensor& w_out, bool parts_first) : are_given_(w_in.rank() == 3) {
-  if (!are_given_) return;
+Pass::Pass(const Value* stack, const std::string& kinds, const Places& places)
+    : stack_(stack), places_(places), tensors_(take(stack, kinds)), config_(configs().at(stack[places.config])) {
+  check_rank("x", tensors_[places.x], 2);
+  if (places.gate >= 0) check_rank("gate", tensors_[places.gate], 2);
+  const Tensor& w_out = tensors_[places.w_out];
+  // The codes of packed weights have one more axis than the weights.
+  check_rank("w_out", w_out, w_out.dtype() == shims.dtype_uint8() ? 4 : 3);
+  if (tensors_[places.w_in].rank() == 3) view_parameters();
+}
+
+void Pass::view_parameters() {
+  Tensor &w_in = tensors_[places_.w_in], &b_in = tensors_[places_.b_in];
+  const Tensor& w_out = tensors_[places_.w_out];
   check_rank("w_out", w_out, 3);
   std::copy_n(w_in.sizes(), 3, sizes_);
   const int64_t F = w_out.sizes()[2], P = F == 0 ? 1 : sizes_[1] / F;
@@ -85,34 +82,67 @@ Parameters::Parameters(const Tensor& w_in, const Tensor& w_out, bool parts_first
     fail(AB_INVALID_ARGUMENT, "w_in: got " + std::to_string(sizes_[1]) + " rows, expected a multiple of " +
                                   std::to_string(F) + ", the last axis of w_out");
   }
-  const int64_t operand[] = {sizes_[0], parts_first ? P : F, parts_first ? F : P, sizes_[2]};
+  const int64_t operand[] = {sizes_[0], config_.parts_first ? P : F, config_.parts_first ? F : P, sizes_[2]};
   std::copy_n(operand, 4, operand_);
-}
-
-Tensor Parameters::w_in(const Tensor& tensor) const {
-  return are_given_ ? viewed(tensor, 4, operand_) : tensor.share();
-}
-
-Tensor Parameters::b_in(const Tensor& tensor) const {
-  if (!tensor) return Tensor();
-  if (!are_given_) return tensor.share();
-  check_rank("b_in", tensor, 2);
-  if (tensor.sizes()[0] != sizes_[0] || tensor.sizes()[1] != sizes_[1]) {
+  check_rank("b_in", b_in, 2);
+  if (b_in && (b_in.sizes()[0] != sizes_[0] || b_in.sizes()[1] != sizes_[1])) {
     fail(AB_INVALID_ARGUMENT, "b_in: got another shape than the first two axes of w_in, expected the same");
   }
-  return viewed(tensor, 3, operand_);
+  w_in = viewed(w_in, 4, operand_);
+  if (b_in) b_in = viewed(b_in, 3, operand_);
+  are_parameters_ = true;
 }
 
-Tensor Parameters::gate(const Tensor& tensor) const { return are_given_ ? transposed(tensor) : tensor.share(); }
-
-Tensor Parameters::d_w_in(Tensor tensor) const {
-  return are_given_ && tensor ? viewed(tensor, 3, sizes_) : std::move(tensor);
+Tensor Pass::gate() const {
+  const Tensor& tensor = tensors_[places_.gate];
+  return are_parameters_ ? transposed(tensor) : tensor.share();
 }
 
-Tensor Parameters::d_b_in(Tensor tensor) const {
-  return are_given_ && tensor ? viewed(tensor, 2, sizes_) : std::move(tensor);
+Tensor Pass::logits() const { return gate_logits(tensors_[places_.x], gate()); }
+
+int32_t Pass::d_logits_dtype() const {
+  const Tensor& x = tensors_[places_.x];
+  return x.on_cuda() ? x.dtype() : shims.dtype_float32();
 }
 
-Tensor Parameters::d_gate(Tensor tensor) const { return are_given_ ? transposed(tensor) : std::move(tensor); }
+std::pair<Tensor, Tensor> Pass::gate_gradients(int x, const Tensor& d_logits, int needs_x, int needs_gate) const {
+  auto gradients =
+      gate_backward(tensors_[x], gate(), d_logits, (stack_[needs_x] & 1) != 0, (stack_[needs_gate] & 1) != 0);
+  Tensor& d_gate = gradients.second;
+  if (d_gate) d_gate = to_dtype(d_gate, tensors_[places_.gate].dtype());
+  if (d_gate && are_parameters_) d_gate = transposed(d_gate);
+  return gradients;
+}
+
+Tensor Pass::d_w_in(Tensor tensor) const {
+  return are_parameters_ && tensor ? viewed(tensor, 3, sizes_) : std::move(tensor);
+}
+
+Tensor Pass::d_b_in(Tensor tensor) const {
+  return are_parameters_ && tensor ? viewed(tensor, 2, sizes_) : std::move(tensor);
+}
+
+void PassArguments::add(std::initializer_list<int> indices) {
+  for (int i : indices) add(pass_[i]);
+}
+
+void PassArguments::add_range(int first, int last) {
+  for (int i = first; i <= last; ++i) add(pass_[i]);
+}
+
+void PassArguments::add_values(std::initializer_list<int> indices) {
+  for (int i : indices) add_option(pass_.value(i));
+}
+
+void PassArguments::add_rest(int first, const std::string& options) {
+  const int orders = pass_.places().orders;
+  add_range(first, orders - 1);
+  add_values({orders});
+  add_options(options);
+}
+
+void give(Value* stack, std::vector<Tensor>& results) {
+  for (size_t i = 0; i < results.size(); ++i) stack[i] = results[i].release_value();
+}
 
 }  // namespace anabranch::torch

@@ -1,9 +1,11 @@
-// What the kernels of whole layers share: the options of a layer by number, and their arguments.
+// What the kernels of whole layers share: the options of a layer by number, their arguments, and those of operations.
 #ifndef ANABRANCH_TORCH_LAYER_ARGUMENTS_H_
 #define ANABRANCH_TORCH_LAYER_ARGUMENTS_H_
 
 #include <cstdint>
+#include <initializer_list>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "torch/prepared.h"
@@ -15,7 +17,7 @@ namespace anabranch::torch {
 struct Config {
   std::string layer;    // of operations that route
   std::string network;  // of operations of the experts alone
-  bool parts_first;     // see Parameters
+  bool parts_first;     // see Pass
 };
 
 // Adds the options of a layer and returns their number.
@@ -23,39 +25,69 @@ struct Config {
 //   parts_first: whether a parameter [E, P F, D] has the gate's rows first, then the up rows
 int32_t add_config(const std::string& layer, const std::string& network, bool parts_first);
 
-// The options with a number.
-const Config& config_at(uint64_t number);
-
-void check_rank(const char* name, const Tensor& tensor, int64_t rank);
-void check_rank_of_w_out(const Tensor& w_out);
-
-// Takes tensors off the stack by their kinds: T, t (optional), and for a gate G, g (optional). Tensors are contiguous,
-// except the gate: a GEMM reads strides.
-std::vector<Tensor> take(const Value* stack, const std::string& kinds);
-
-// Adds a tensor to the arguments, or says that it is not given.
-void add(Arguments& arguments, const Tensor& tensor);
-
-// The operands, or instead of them the parameters of a module, which are recognised by the rank of w_in: w_in
-// [E, P F, D], b_in [E, P F] and gate [E, D]. The P rows of a feature are neighbours unless parts_first.
-class Parameters {
+// The arguments of a kernel. They are operands, or instead of them the parameters of a module, which are recognised by
+// the rank of w_in: w_in [E, P F, D], b_in [E, P F] and gate [E, D]. The P rows of a feature are neighbours unless
+// Config::parts_first.
+class Pass {
  public:
-  Parameters(const Tensor& w_in, const Tensor& w_out, bool parts_first);
+  // Indices of arguments.
+  struct Places {
+    int x, gate;  // gate: -1 if the kernel has none
+    int w_in, b_in, w_out, orders, config;
+  };
 
-  // Operands from parameters.
-  Tensor w_in(const Tensor& tensor) const;
-  Tensor b_in(const Tensor& tensor) const;
-  Tensor gate(const Tensor& tensor) const;
+  // Takes the tensors off the stack. kinds: T, t (optional), and for a gate G, g (optional). Tensors are made
+  // contiguous, except the gate: a GEMM reads strides.
+  Pass(const Value* stack, const std::string& kinds, const Places& places);
+
+  // Operands, also where parameters are given, except the gate.
+  const Tensor& operator[](int i) const { return tensors_[i]; }
+  Value value(int i) const { return stack_[i]; }
+  const Places& places() const { return places_; }
+  const Config& config() const { return config_; }
+
+  // x gate.
+  Tensor logits() const;
+  // On a GPU the gate's GEMMs multiply bfloat16 operands.
+  int32_t d_logits_dtype() const;
+  // The gradients of x and of the gate; NULL if the argument needs_x, or needs_gate, is false.
+  std::pair<Tensor, Tensor> gate_gradients(int x, const Tensor& d_logits, int needs_x, int needs_gate) const;
 
   // Gradients of parameters from those of operands.
   Tensor d_w_in(Tensor tensor) const;
   Tensor d_b_in(Tensor tensor) const;
-  Tensor d_gate(Tensor tensor) const;
 
  private:
-  bool are_given_;
+  Tensor gate() const;
+  void view_parameters();
+
+  const Value* stack_;
+  Places places_;
+  std::vector<Tensor> tensors_;
+  const Config& config_;
+  bool are_parameters_ = false;
   int64_t sizes_[3], operand_[4];
 };
+
+// The arguments of an operation of a pass, in order. Indices are those of the kernel's arguments.
+class PassArguments : public Arguments {
+ public:
+  explicit PassArguments(const Pass& pass) : pass_(pass) {}
+
+  using Arguments::add;
+  void add(std::initializer_list<int> indices);
+  void add_range(int first, int last);
+  void add_values(std::initializer_list<int> indices);
+  void add_dtype(Value dtype) { add_option(static_cast<int8_t>(dtype)); }
+  // The tensors from `first` to the orders of axes, these orders, and the options.
+  void add_rest(int first, const std::string& options);
+
+ private:
+  const Pass& pass_;
+};
+
+// Makes tensors the results of a kernel.
+void give(Value* stack, std::vector<Tensor>& results);
 
 }  // namespace anabranch::torch
 

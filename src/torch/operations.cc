@@ -60,12 +60,8 @@ void run_kernel(int32_t number, Value* stack, uint64_t num_arguments, uint64_t n
     switch (kinds[i]) {
       case 'T':
       case 't':
-        if (tensors[i]) {
-          tensors[i] = contiguous(std::move(tensors[i]));
-          arguments.add(tensors[i]);
-        } else {
-          arguments.add_none();
-        }
+        if (tensors[i]) tensors[i] = contiguous(std::move(tensors[i]));
+        arguments.add(tensors[i]);
         break;
       case 'n': arguments.add_size(static_cast<int64_t>(stack[i])); break;
       case 'D':

@@ -120,9 +120,14 @@ class Prepared {
     if (arguments.device_type != shims.device_type_cpu()) {
       check(shims.get_stream(arguments.device_index, &d.exec->stream), "return its stream");
     }
-    for (int32_t i = 0; i < d.num_calls; ++i) {
+    const int32_t num_calls = d.num_calls - d.num_after_error;
+    for (int32_t i = 0; i < num_calls; ++i) {
       const PhaseRange range(d.calls[i].phase);
-      check_status(d.calls[i].function(d.calls[i].args, d.exec));
+      const ab_status status = d.calls[i].function(d.calls[i].args, d.exec);
+      if (status.code == AB_OK) continue;
+      // Copies that the calls have started may read the working memory until these calls.
+      for (int32_t j = num_calls; j < d.num_calls; ++j) d.calls[j].function(d.calls[j].args, d.exec);
+      check_status(status);
     }
     return results;
   }
@@ -238,6 +243,7 @@ void set_callbacks(Prepare prepare, Release release) {
 }
 
 void Arguments::add(const Tensor& tensor) {
+  if (!tensor) return add_none();
   const int64_t rank = tensor.rank();
   const int64_t* sizes = tensor.sizes();
   if (given.empty()) {

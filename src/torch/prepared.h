@@ -57,7 +57,8 @@ struct Call {
 
 struct Description {
   int32_t num_given, num_results, num_places, num_cells, num_calls, num_inputs, num_nodes, num_conditions;
-  int32_t working_size;  // number
+  int32_t working_size;     // number
+  int32_t num_after_error;  // of the calls, the last ones: they run only after an error of an earlier call
   const Node* nodes;
   const Condition* conditions;
   const Result* results;
@@ -79,7 +80,7 @@ void set_callbacks(Prepare prepare, Release release);
 // The arguments of one operation: a key of all but sizes, the sizes, and the tensors.
 class Arguments {
  public:
-  void add(const Tensor& tensor);  // contiguous, borrowed
+  void add(const Tensor& tensor);  // contiguous, borrowed; NULL: not given
   void add_none();
   void add_size(int64_t size);
   template <typename T>

@@ -304,8 +304,10 @@ TEST(ExchangeWithoutCuda, CallsNameTheirArguments) {
   EXPECT_REFUSED(ab_cuda_exchange_all_gather(&gather, nullptr), AB_INVALID_ARGUMENT, "exchange: got NULL");
   const ab_exchange_all_to_all_args regions{sizeof(regions), nullptr, 0, 0, 0, 0, nullptr, nullptr};
   EXPECT_REFUSED(ab_cuda_exchange_all_to_all(&regions, nullptr), AB_INVALID_ARGUMENT, "exchange: got NULL");
-  const ab_exchange_release_args release{sizeof(release), nullptr, 0, 0};
-  EXPECT_REFUSED(ab_cuda_exchange_release(&release, nullptr), AB_INVALID_ARGUMENT, "exchange: got NULL");
+  for (const int32_t buffer : {0, AB_EXCHANGE_ALL_BUFFERS}) {
+    const ab_exchange_release_args release{sizeof(release), nullptr, buffer, 0};
+    EXPECT_REFUSED(ab_cuda_exchange_release(&release, nullptr), AB_INVALID_ARGUMENT, "exchange: got NULL");
+  }
 }
 
 TEST(ExchangeWithoutCuda, CreateReturnsTheReason) {
@@ -327,6 +329,11 @@ void make_calls(const Meeting& meeting, int rank, const Script& script, const st
   for (const Step& step : script.steps) {
     if (random() % 32 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 2000));
     own.enqueue(step);
+    if (&step == &script.steps[9]) {  // later calls work
+      own.enqueue({true, 1, 4096, false, true, true, 0, 0, false, true});
+      own.enqueue({false, 2, 33333, false, true, true, 0, 0, false, true});
+      EXPECT_OK(own.release(AB_EXCHANGE_ALL_BUFFERS, own.stream));
+    }
   }
   own.expect_results();
 }
@@ -344,6 +351,7 @@ void end_early(const Meeting& meeting, int rank, int ranks) {
   EXPECT_EQ(own.fetch(), std::vector<unsigned char>(static_cast<size_t>(script.out_bytes), 0xff));
   const std::string message = "the block of rank " + std::to_string(ranks - 1) + " did not arrive within 1 s";
   EXPECT_REFUSED(ab_cuda_exchange_check(own.exchange), AB_INTERNAL, message.c_str());
+  EXPECT_REFUSED(own.release(AB_EXCHANGE_ALL_BUFFERS, own.stream), AB_INTERNAL, message.c_str());
 }
 
 int run_rank(int rank, int ranks, const std::string& folder, const std::string& what) {

@@ -24,6 +24,7 @@ struct Step {
   int64_t x_at;
   int64_t out_at;
   bool several = false;  // x and the result are three tensors each
+  bool fails = false;    // abandoned after its first part
 };
 
 // A tensor of a call.
@@ -158,14 +159,19 @@ class ExchangeRank {
       const ab_exchange_all_to_all_args regions{sizeof(regions), exchange, step.buffer, step.lockstep, part, 0, x, to};
       return step.gathers ? ab_cuda_exchange_all_gather(&gather, &exec) : ab_cuda_exchange_all_to_all(&regions, &exec);
     };
-    ab_status status = run_part(step.parts ? AB_EXCHANGE_START : AB_EXCHANGE_WHOLE);
+    ab_status status = run_part(step.parts || step.fails ? AB_EXCHANGE_START : AB_EXCHANGE_WHOLE);
+    if (status.code == AB_OK && step.fails) return release(AB_EXCHANGE_ALL_BUFFERS, on);
     if (status.code == AB_OK && step.parts) status = run_part(AB_EXCHANGE_FINISH);
     if (status.code != AB_OK || !step.stays) return status;
     void* buffer = nullptr;
     int64_t bytes = 0;
     EXPECT_OK(ab_cuda_exchange_buffer(exchange, step.buffer, &buffer, &bytes));
     EXPECT_CUDA(cudaMemcpyAsync(out[0].data, buffer, static_cast<size_t>(rows), cudaMemcpyDeviceToDevice, on));
-    const ab_exchange_release_args release{sizeof(release), exchange, step.buffer, 0};
+    return release(step.buffer, on);
+  }
+  ab_status release(int32_t buffer, cudaStream_t on) {
+    const ab_exec exec{sizeof(ab_exec), 0, on, nullptr, 0};
+    const ab_exchange_release_args release{sizeof(release), exchange, buffer, 0};
     return ab_cuda_exchange_release(&release, &exec);
   }
   void enqueue(const Step& step) { EXPECT_OK(call(step, stream)); }

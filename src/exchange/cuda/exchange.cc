@@ -50,7 +50,7 @@ ab_status check_failure(const ab_exchange& exchange) {
   return exchange::status_of(*report, exchange.group.limit);
 }
 
-ab_status check_usable(const ab_exchange* exchange, const char* name) {
+ab_status check_callable(const ab_exchange* exchange, const char* name) {
   if (exchange == nullptr) {
     return AB_INVALID("%s: got NULL, expected an exchange of ab_cuda_exchange_create", name);
   }
@@ -62,6 +62,11 @@ ab_status check_usable(const ab_exchange* exchange, const char* name) {
   if (device != exchange->arena.device) {
     return AB_INVALID("%s: got a call on device %d, expected its device %d", name, device, exchange->arena.device);
   }
+  return ok();
+}
+
+ab_status check_usable(const ab_exchange* exchange, const char* name) {
+  AB_RETURN_IF_ERROR(check_callable(exchange, name));
   return check_failure(*exchange);
 }
 

@@ -36,7 +36,11 @@ int64_t bytes_of_buffers(const exchange::Shape& shape);
 // AB_INTERNAL if the exchange is broken.
 ab_status check_failure(const ab_exchange& exchange);
 
-// Whether calls can be made on an exchange, which may be NULL, on the current device. The name is that of the argument.
+// Whether calls can be made on an exchange, which may be NULL or broken, on the current device. The name is that of the
+// argument.
+ab_status check_callable(const ab_exchange* exchange, const char* name = "exchange");
+
+// check_callable and check_failure.
 ab_status check_usable(const ab_exchange* exchange, const char* name = "exchange");
 
 }  // namespace anabranch::cuda

@@ -50,6 +50,16 @@ __global__ void __launch_bounds__(kWarp) release_buffer(const Group group, int b
   if (rank < group.ranks) DeviceProtocol(group).release(buffer, rank);
 }
 
+__global__ void __launch_bounds__(kWarp) abandon_use(const Group group, int buffer) {
+  const DeviceProtocol protocol(group);
+  const int rank = lane_index();
+  const bool abandons = rank < group.ranks && protocol.holds(buffer);
+  __syncwarp();
+  if (abandons) protocol.await_arrival(buffer, 0, rank);
+  __syncwarp();
+  if (abandons) protocol.release(buffer, rank);
+}
+
 // A block of the following kernel copies a chunk of one source.
 constexpr int64_t kChunkBytes = 32 << 10;
 
@@ -81,6 +91,7 @@ ab_status load_kernels() {
   AB_RETURN_IF_ERROR(load(await_arrivals));
   AB_RETURN_IF_ERROR(load(signal_peers));
   AB_RETURN_IF_ERROR(load(release_buffer));
+  AB_RETURN_IF_ERROR(load(abandon_use));
   for (int bytes = 1; bytes <= kAccessBytes; bytes *= 2) {
     AB_RETURN_IF_ERROR(with_word(bytes, []<class Bytes>(Bytes) { return load(collect<Bytes>); }));
   }
@@ -112,6 +123,10 @@ ab_status launch_signal(const Group& group, int buffer, int phase, cudaStream_t 
 
 ab_status launch_release(const Group& group, int buffer, cudaStream_t stream) {
   return launch("exchange release", release_buffer, {1, kWarp, 0, stream}, group, buffer);
+}
+
+ab_status launch_abandon(const Group& group, int buffer, cudaStream_t stream) {
+  return launch("exchange abandon", abandon_use, {1, kWarp, 0, stream}, group, buffer);
 }
 
 }  // namespace anabranch::cuda

@@ -46,4 +46,7 @@ ab_status launch_signal(const exchange::Group& group, int buffer, int phase, cud
 // Protocol::release() for all ranks.
 ab_status launch_release(const exchange::Group& group, int buffer, cudaStream_t stream);
 
+// The same after an error; nothing if the buffer is released. First waits until all peers have begun the current use.
+ab_status launch_abandon(const exchange::Group& group, int buffer, cudaStream_t stream);
+
 }  // namespace anabranch::cuda

@@ -134,9 +134,13 @@ extern "C" ab_status ab_cuda_exchange_sum(const ab_exchange_sum_args* args, cons
 extern "C" ab_status ab_cuda_exchange_release(const ab_exchange_release_args* args, const ab_exec* exec) {
   AB_ENTER(args, exec);
   const Range range(Phase::exchange);
+  if (args->reserved != 0) return AB_INVALID("reserved: got %d, expected 0", args->reserved);
+  if (args->buffer == AB_EXCHANGE_ALL_BUFFERS) {
+    AB_RETURN_IF_ERROR(cuda::check_callable(args->exchange));
+    return cuda::abandon(args->exchange, cuda::stream_of(exec));
+  }
   AB_RETURN_IF_ERROR(cuda::check_usable(args->exchange));
   AB_RETURN_IF_ERROR(exchange::check_buffer(args->buffer));
-  if (args->reserved != 0) return AB_INVALID("reserved: got %d, expected 0", args->reserved);
   std::lock_guard lock(args->exchange->calls);
   return cuda::release_use(*args->exchange, args->buffer, cuda::stream_of(exec));
 }

@@ -24,11 +24,8 @@ ab_status find_exchange(std::string_view name, ab_exchange** exchange) {
 
 int32_t rank_of(const ab_exchange& exchange) { return exchange.shape.rank; }
 
-ab_status join_copies(ab_exchange* exchange, void* stream) {
-  std::lock_guard lock(exchange->calls);
-  constexpr int kBuffer = 0;  // the events of any buffer follow all copies so far
-  AB_RETURN_IF_ERROR(cuda::end_copies(*exchange, kBuffer));
-  return cuda::join(*exchange, kBuffer, static_cast<cudaStream_t>(stream));
+ab_status abandon_calls(ab_exchange* exchange, void* stream) {
+  return cuda::abandon(exchange, static_cast<cudaStream_t>(stream));
 }
 
 }  // namespace anabranch::exchange

@@ -76,4 +76,17 @@ ab_status release_use(const ab_exchange& exchange, int buffer, cudaStream_t stre
   return launch_release(exchange.group, buffer, stream);
 }
 
+ab_status abandon(ab_exchange* exchange, cudaStream_t stream) {
+  std::lock_guard lock(exchange->calls);
+  constexpr int kBuffer = 0;                    // the events of any buffer follow all copies so far
+  AB_RETURN_IF_ERROR(fork(*exchange, stream));  // joins a capture of the stream
+  AB_RETURN_IF_ERROR(end_copies(*exchange, kBuffer));
+  AB_RETURN_IF_ERROR(join(*exchange, kBuffer, stream));
+  AB_RETURN_IF_ERROR(check_failure(*exchange));
+  for (int buffer = 0; buffer < exchange::kBuffers; ++buffer) {
+    AB_RETURN_IF_ERROR(launch_abandon(exchange->group, buffer, stream));
+  }
+  return ok();
+}
+
 }  // namespace anabranch::cuda

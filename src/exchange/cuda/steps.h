@@ -53,4 +53,7 @@ ab_status await_arrivals(const ab_exchange& exchange, const Arrivals& arrivals, 
 
 ab_status release_use(const ab_exchange& exchange, int buffer, cudaStream_t stream);
 
+// Joins all copies and releases all buffers, see AB_EXCHANGE_ALL_BUFFERS. Returns the status of a broken exchange.
+ab_status abandon(ab_exchange* exchange, cudaStream_t stream);
+
 }  // namespace anabranch::cuda

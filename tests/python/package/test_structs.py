@@ -46,6 +46,7 @@ def test_every_struct_is_described():
     limits = {"AB_EXCHANGE_MAX_RANKS": peer_exchange.MAX_RANKS, "AB_EXCHANGE_HANDLE_BYTES": peer_exchange.HANDLE_BYTES}
     for limit, value in (LIMITS | limits).items():
         assert f"#define {limit} {value}\n" in HEADERS
+    assert f"#define AB_EXCHANGE_ALL_BUFFERS ({peer_exchange.ALL_BUFFERS})\n" in HEADERS
     for part in ("WHOLE", "START", "FINISH"):
         assert f"AB_EXCHANGE_{part} = {getattr(peer_exchange, part)}" in HEADERS
 

@@ -2,6 +2,7 @@
 
 The C functions of exchanges are Python functions here, which native code and ctypes call by address. A send is a
 collective of Gloo and ends at once. Functions of the experts get their tokens, and return their sums, in the same way.
+An exchange knows which buffers are in use, and which copies no call has waited for.
 """
 
 import contextlib
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from anabranch import _library, _structs
-from anabranch.peer_exchange import FINISH
+from anabranch.peer_exchange import ALL_BUFFERS, FINISH, START
 from anabranch.torch.binding import calls, private
 from anabranch.torch.ops import torch_ops
 from anabranch.torch.parallel import p2p, parallel, peers
@@ -25,10 +26,10 @@ SUPPORTED = platform.machine() == "x86_64"
 _CALLBACK = ctypes.CFUNCTYPE(ctypes.c_void_p, *[ctypes.c_void_p] * 4)
 _DTYPES = {number: dtype for dtype, number in calls._DTYPES.items()}
 #: By the number that stands for the address of an exchange.
-_exchanges = {}
+exchanges = {}
 #: (function, buffer, part) of all calls that use an exchange, in order.
 log = []
-#: Functions that fail, and the messages of their statuses.
+#: Functions that fail, and the messages of their statuses; also "pointers" of `GroupExchanges`.
 failures = {}
 
 
@@ -38,8 +39,9 @@ class Exchange:
     def __init__(self, device, rank, ranks, sizes):
         self.device, self.sizes = device, tuple(sizes)
         self.memory = [torch.zeros(size, dtype=torch.uint8) for size in sizes]
-        self.pointer = ctypes.c_void_p(len(_exchanges) + 1)
-        _exchanges[self.pointer.value] = self
+        self.held, self.copying = set(), set()
+        self.pointer = ctypes.c_void_p(len(exchanges) + 1)
+        exchanges[self.pointer.value] = self
 
     def handle(self):
         return b""
@@ -53,10 +55,29 @@ class Exchange:
     def run(self, name, stream, buffer=0, part=0, **arrays):
         assert name == "release" and not arrays
         log.append(("release", buffer, part))
+        self.release(buffer)
+
+    def begin(self, buffer):
+        if buffer in self.held:
+            raise RuntimeError(f"exchange: buffer {buffer} is used again before its release")
+        self.held.add(buffer)
+        self.copying.add(buffer)
+
+    def release(self, buffer):
+        if buffer == ALL_BUFFERS:
+            self.copying.clear()
+            self.held.clear()
+        assert buffer not in self.copying
+        self.held.discard(buffer)
 
     def buffer(self, number, like):
         """The beginning of a buffer as a tensor like another one."""
         return self.memory[number][: like.nbytes].view(like.dtype).view(like.shape)
+
+
+def _check(name):
+    if name in failures:
+        raise RuntimeError(failures[name])
 
 
 def _bytes(address, size):
@@ -86,7 +107,9 @@ def _exchanged(x):
 
 def _all_gather_call(a, exchange):
     if a.part == FINISH:
-        return
+        return exchange.copying.discard(a.buffer)
+    if a.part == START:
+        exchange.begin(a.buffer)
     for x, out in ((a.x, a.out), (a.x_2, a.out_2), (a.x_3, a.out_3)):
         if x:
             found = torch.cat(_parts(_tensor(x)))
@@ -98,6 +121,8 @@ def _all_to_all_call(a, exchange):
 
 
 def _sum_call(a, exchange):
+    exchange.copying.remove(a.buffer)
+    exchange.release(a.buffer)
     sums, out = _tensor(a.sums), _tensor(a.out)
     T, P = out.shape[0], dist.get_world_size()
     rows = torch.arange(P * T, dtype=torch.int32).view(P, T).t().contiguous()
@@ -109,7 +134,7 @@ _CALLS = {
     "exchange_all_gather": _all_gather_call,
     "exchange_all_to_all": _all_to_all_call,
     "exchange_sum": _sum_call,
-    "exchange_release": lambda a, exchange: None,
+    "exchange_release": lambda a, exchange: exchange.release(a.buffer),
 }
 
 
@@ -134,8 +159,7 @@ class Library:
             result = _library.Status.from_address(status)
             result.code, result.message = 0, b""
             try:
-                if name in failures:
-                    raise RuntimeError(failures[name])
+                _check(name)
                 function(struct.from_buffer_copy(_bytes(args, ctypes.sizeof(struct))), *others[: 1 + is_query])
             except Exception as error:
                 result.code, result.message = 4, str(error).encode()[:500]
@@ -148,11 +172,11 @@ class Library:
 
     def _exchange(self, name, function, a, execution):
         log.append((name, a.buffer, getattr(a, "part", 0)))
-        function(a, _exchanges[a.exchange])
+        function(a, exchanges[a.exchange])
 
     def _compute(self, name, a, *others):
         field = "returning" if "combine" in name else "arriving"
-        exchange, buffer = _exchanges.get(getattr(a, field)), getattr(a, f"{field}_buffer")
+        exchange, buffer = exchanges.get(getattr(a, field)), getattr(a, f"{field}_buffer")
         setattr(a, field, None)
         setattr(a, f"{field}_buffer", 0)
         function = getattr(self._library, name)
@@ -161,7 +185,10 @@ class Library:
         if exchange is None or name.endswith("_workspace"):
             return
         log.append((name, buffer, 0))
-        if field == "returning":
+        if field == "arriving":
+            exchange.copying.remove(buffer)
+        else:
+            exchange.begin(buffer)
             found = _exchanged(_tensor(a.out))
             exchange.buffer(buffer, found).copy_(found)
 
@@ -179,6 +206,8 @@ def stand_ins(patch):
     patch.setattr(peers, "PeerExchange", Exchange)
     patch.setattr(peers, "_memory_of", lambda exchange: exchange.memory)
     patch.setattr(parallel, "reason_against", lambda *arguments: "")
+    pointers = peers.GroupExchanges.pointers
+    patch.setattr(peers.GroupExchanges, "pointers", lambda *arguments: _check("pointers") or pointers(*arguments))
     patch.setattr(torch.cuda, "current_device", lambda: 0)
     patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     patch.setattr(torch.cuda, "current_stream", lambda device=None: stream)

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import gloo_ranks
+from anabranch.peer_exchange import ALL_BUFFERS
 from anabranch.torch import Lora, MoE, moe
 from anabranch.torch.binding import define, native
 from anabranch.torch.layer import native_group
@@ -146,20 +147,41 @@ def check_caches(rank):
 
 
 def check_errors(rank):
-    """The status of a call is raised as Python's exception. The next pass releases what a failed one has sent."""
-    x, gate, w_in, w_out = operands(rank)
-    want = moe(x, gate, w_in, w_out, topk=K, group=dist.group.WORLD, transport="ring").output
-    for name in ("exchange_all_gather", "grouped_matmul_combine", "exchange_sum"):
-        exchange_on_cpu.failures[f"ab_{name}"] = f"exchange: rank 0 waited for rank 1 in {name}"
-        for mode in (torch.enable_grad, torch.inference_mode):
-            with mode(), pytest.raises(RuntimeError, match=f"^exchange: rank 0 waited for rank 1 in {name}$"):
-                moe(x, gate, w_in, w_out, topk=K, group=dist.group.WORLD, transport="p2p")
-        exchange_on_cpu.failures.clear()
+    """The status of a call is raised as Python's exception. Nothing that a failed pass has begun is left."""
+    given = [a.requires_grad_() for a in operands(rank)]
+
+    def forward(transport="p2p"):
+        return moe(*given, topk=K, group=dist.group.WORLD, transport=transport).output
+
+    def backward(output):
+        return torch.autograd.grad(output.square().sum(), given)
+
+    want = forward("ring")
+    want = [want, *backward(want)]
+
+    def check(name, mode, function):
+        arguments = [] if function is forward else [forward()]
+        exchange_on_cpu.failures[name] = "exchange: rank 0 waited for rank 1"
         exchange_on_cpu.log.clear()
-        got = moe(x, gate, w_in, w_out, topk=K, group=dist.group.WORLD, transport="p2p").output
-        assert torch.equal(got, want)
-        sent = name != "exchange_all_gather"
-        assert (exchange_on_cpu.log[0] == ("release", 0, 0)) == sent
+        with mode(), pytest.raises(RuntimeError, match=r"^exchange: rank 0 waited for rank 1$"):
+            function(*arguments)
+        exchange_on_cpu.failures.clear()
+        # Calls that have started copies end them before their memory is freed.
+        in_calls = name not in ("pointers", "ab_exchange_all_gather")
+        assert (("exchange_release", ALL_BUFFERS, 0) in exchange_on_cpu.log) == in_calls
+        assert not any(one.copying or one.held for one in exchange_on_cpu.exchanges.values())
+        output = forward()
+        assert_equal([output, *backward(output)], want, (name, mode, function))
+
+    for mode in (contextlib.nullcontext, Mode):
+        for name in ("exchange_all_gather", "grouped_matmul_combine", "exchange_sum"):
+            check(f"ab_{name}", mode, forward)
+            check(f"ab_{name}", mode, backward)
+        check("pointers", mode, forward)
+        check("pointers", mode, backward)
+        check("ab_expert_ffn_forward", mode, forward)
+        check("ab_expert_ffn_backward", mode, backward)
+        check("ab_exchange_all_to_all", mode, backward)
 
 
 def module_step(transport, rank, run, mode=contextlib.nullcontext):

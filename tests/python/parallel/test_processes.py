@@ -168,6 +168,18 @@ def test_p2p_between_processes_has_the_bits_of_ring(gpu, tmp_path, processes):
                     assert got[name].tobytes() == want[name].tobytes(), f"{case}, process {process}: {name}"
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("processes", [0, 2, 4], ids=["one process", "2 processes", "4 processes"])
+def test_p2p_in_programs_and_after_the_end_of_a_process(gpu, processes):
+    """See robust_programs.py. One process has all GPUs."""
+    if len(jax.devices("gpu")) < max(processes, 2):
+        pytest.skip(f"FEWER THAN {max(processes, 2)} GPUS FOUND: the transport p2p was not tested on so many")
+    program = pathlib.Path(in_processes.__file__).with_name("robust_programs.py")
+    result = run(program, processes=processes, gpus=True, JAX_PLATFORMS="cuda", XLA_FLAGS="")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert ("a_rank_ends, after" in result.stdout) == (processes > 0)
+
+
 def run_cases(folder, cases, **how):
     """Runs all cases in processes, which save the results in the folder."""
     texts = [json.dumps(dataclasses.asdict(case)) for case in cases]

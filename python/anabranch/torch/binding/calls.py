@@ -50,6 +50,8 @@ class Call(NamedTuple):
     tensors: Mapping[str, Described]
     orders: Mapping[str, _Shape]
     options: Mapping[str, Any]
+    after_error: bool = False
+    """Whether it runs only after an error of an earlier call, before memory is freed."""
 
 
 class Operation:
@@ -88,8 +90,8 @@ class PreparedCalls:
     Args:
       given: descriptions of the operation's tensor arguments, without those that are not given.
       results: descriptions of its results; None: a result that was not requested, for native code alone.
-      calls: the C calls in order. They may name further tensors: working memory, which is one allocation together with
-        the workspace that the calls share.
+      calls: the C calls in order, the last of them those after an error. They may name further tensors: working memory,
+        which is one allocation together with the workspace that the calls share.
       sizes: records the numbers. Its inputs are the sizes of the arguments.
       device: the device that the calls run on.
       threads: number of CPU threads; 0 on a GPU.
@@ -141,7 +143,10 @@ class PreparedCalls:
         for call in calls:
             self._describe_call(call, library, prefix + call.operation.name, views)
         exec_reference = ctypes.byref(self.execution)
-        self._launches = [(function, (ctypes.byref(args), exec_reference)) for function, _, args in self.functions]
+        launches = [(function, (ctypes.byref(args), exec_reference)) for function, _, args in self.functions]
+        self.num_after_error = sum(call.after_error for call in calls)
+        first = len(calls) - self.num_after_error
+        self._launches, self._after_error = launches[:first], launches[first:]
         self._inputs: Any = None
         self._misaligned = False
 
@@ -219,16 +224,21 @@ class PreparedCalls:
         execution.workspace = working + self._working_size
         if self.on_cuda:
             execution.stream = private.current_stream(device.index)
-        if private.is_profiling():
-            self._run_in_phases()
-        else:
-            for function, arguments in self._launches:
-                _library.check_status(function(*arguments))
+        try:
+            if private.is_profiling():
+                self._run_in_phases()
+            else:
+                for function, arguments in self._launches:
+                    _library.check_status(function(*arguments))
+        except BaseException:
+            for function, arguments in self._after_error:
+                function(*arguments)  # the first error is the one to report
+            raise
         return tuple(results)
 
     def _run_in_phases(self) -> None:
         """Runs the calls with ranges that torch.profiler shows."""
-        for (function, arguments), phase in zip(self._launches, self.phases, strict=True):
+        for (function, arguments), phase in zip(self._launches, self.phases, strict=False):
             with range_of(phase):
                 _library.check_status(function(*arguments))
 

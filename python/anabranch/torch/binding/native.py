@@ -57,6 +57,7 @@ class _Description(ctypes.Structure):
             for name in ("given", "results", "places", "cells", "calls", "inputs", "nodes", "conditions")
         ],
         ("working_size", ctypes.c_int32),
+        ("num_after_error", ctypes.c_int32),
         ("nodes", ctypes.POINTER(_Node)),
         ("conditions", ctypes.POINTER(_Condition)),
         ("results", ctypes.POINTER(_Result)),
@@ -256,6 +257,7 @@ class Native:
             setattr(description, f"num_{name}", len(array))
             setattr(description, name, array)
         description.num_inputs, description.working_size = sizes.num_inputs, prepared.working_size
+        description.num_after_error = prepared.num_after_error
         description.tensors = ctypes.addressof(prepared.tensors)
         description.exec = ctypes.addressof(prepared.execution)
         self._held[description.exec] = prepared, arrays, phases

@@ -9,7 +9,7 @@ As in forward.py there are two autograd functions with the same passes. `_EagerG
 operations compute (native_group.py).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ from anabranch.torch.ops.quantized import backward_operands, forward_operands
 from anabranch.torch.ops.router import logits_gradient
 from anabranch.torch.parallel.alike import compare_options
 from anabranch.torch.parallel.exchange import Route, drop_over_capacity
-from anabranch.torch.parallel.transports import transport
+from anabranch.torch.parallel.transports import run_pass, transport
 
 #: The results of `_GroupLayer`.
 _RESULTS = GroupOutput._fields[:-2]
@@ -49,6 +49,10 @@ def _network(config: GroupConfig, topk: int) -> Any:
 def _halves(config: GroupConfig, x: Tensor, has_adapter: bool) -> Halves:
     fp8_scales = config.layer.network.fp8_scales if config.fp8_exchange else None
     return halves(transport(config.transport, config.ranks), x, fp8_scales, has_adapter)
+
+
+def _run(config: GroupConfig, function: Callable[..., Any], *arguments: Any) -> Any:
+    return run_pass(config.transport, config.ranks, function, config, *arguments)
 
 
 def _forward(config: GroupConfig, operands: Operands) -> GroupOutput:
@@ -124,7 +128,7 @@ class _GroupLayer(Function):
     @staticmethod
     def forward(config, *tensors):
         with without_autocast(tensors[0].device):
-            return tuple(_forward(config, Operands(*tensors)))[: len(_RESULTS)]
+            return tuple(_run(config, _forward, Operands(*tensors)))[: len(_RESULTS)]
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -141,7 +145,7 @@ class _GroupLayer(Function):
         d = dict(zip(_RESULTS, cotangents, strict=True))
         needs = dict(zip(Operands._fields, ctx.needs_input_grad[1:], strict=True))
         with without_autocast(ctx.device):
-            gradients = _backward(ctx.config, needs, ctx.saved_tensors, *(d[name] for name in _DIFFERENTIABLE))
+            gradients = _run(ctx.config, _backward, needs, ctx.saved_tensors, *(d[name] for name in _DIFFERENTIABLE))
         return None, *(gradients.get(name) for name in Operands._fields)
 
 
@@ -156,7 +160,7 @@ class _EagerGroupLayer(Function):
 
     @staticmethod
     def forward(ctx, config, operands, group, results, *given):
-        result = native_group.forward(config, operands, group)
+        result = _run(config, native_group.forward, operands, group)
         ctx.config, ctx.group = config, group
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*_saved(config, operands, result))
@@ -172,10 +176,10 @@ class _EagerGroupLayer(Function):
         config, saved, cotangents = ctx.config, ctx.saved_tensors, (d_output, d_weights, d_score_sum, d_lse)
         device = saved[0].device
         if is_plain_eager(device, cotangents):
-            gradients = native_group.backward(config, needs, saved, ctx.group, *cotangents)
+            gradients = _run(config, native_group.backward, needs, saved, ctx.group, *cotangents)
         else:
             with without_autocast(device):
-                gradients = _eager_backward(config, needs, saved, *cotangents)
+                gradients = _run(config, _eager_backward, needs, saved, *cotangents)
         if needs["gate"]:
             gradients["gate"] = mean_gradient(ctx.group, gradients["gate"])
         return None, None, None, None, *(gradients.get(name) for name in names)
@@ -197,7 +201,8 @@ def _eager_layer(config: GroupConfig, operands: Operands, group: Any) -> GroupOu
     if o.lora_a_in is not None or o.lora_a_out is not None:
         given = (*given, *o.factors())
     if not needs_graph(given):
-        return native_group.forward(config, operands, group)
+        result: GroupOutput = _run(config, native_group.forward, operands, group)
+        return result
     results: list[GroupOutput] = []
     output, weights, *sums = _EagerGroupLayer.call_eager(config, operands, group, results, *given)
     (r,) = results

@@ -187,6 +187,11 @@ class PeerToPeer(Ring):
         return out
 
 
+def abandon(group: str) -> None:
+    """See GroupExchanges."""
+    _of(group).abandon()
+
+
 def reason_against(ranks: Ranks, device: str) -> str:
     """Why the ranks of a group cannot use this transport; "" if they can. Collective in the first call for a group."""
     if device != "cuda":

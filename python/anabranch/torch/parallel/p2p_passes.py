@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from anabranch.peer_exchange import FINISH
+from anabranch.peer_exchange import ALL_BUFFERS, FINISH
 from anabranch.torch.binding import calls
 from anabranch.torch.binding.calls import Call
 from anabranch.torch.binding.define import python_run
@@ -89,7 +89,8 @@ class Pass:
 
     def calls(self, found: Any, tokens: int, small: int, *given: Any) -> Sequence[Call]:
         """The C calls that compute the results `found`. tokens, small: the addresses of the exchanges."""
-        return self._c_calls(_Exchanges(ctypes.c_void_p(tokens), ctypes.c_void_p(small)), found, *given)
+        exchanges = _Exchanges(ctypes.c_void_p(tokens), ctypes.c_void_p(small))
+        return [*self._c_calls(exchanges, found, *given), exchanges.release(ALL_BUFFERS)._replace(after_error=True)]
 
     def run(self, exchanges: GroupExchanges, given: Sequence[Any]) -> tuple[Tensor, ...]:
         """Runs the calls on a rank. Tokens are arriving in the buffers of `exchanges`, or are sent first."""
@@ -99,8 +100,12 @@ class Pass:
             started.append(buffer)
             return exchanges.start(tokens.contiguous(), buffer)
 
-        arguments = self._sent(send, *given)
-        results: tuple[Tensor, ...] = self._run(*exchanges.pointers(self._small_bytes(*arguments)), *arguments)
+        try:
+            arguments = self._sent(send, *given)
+            results: tuple[Tensor, ...] = self._run(*exchanges.pointers(self._small_bytes(*arguments)), *arguments)
+        except BaseException:
+            exchanges.abandon()
+            raise
         exchanges.released(*self._released)
         exchanges.release(*started)
         return results

@@ -5,6 +5,7 @@ all ranks of a group make the same calls. A rank that makes another call gets an
 compares on the device.
 """
 
+import contextlib
 import ctypes
 import dataclasses
 import weakref
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from anabranch._library import STATUS_ERRORS
-from anabranch.peer_exchange import FINISH, MAX_RANKS, START, PeerExchange
+from anabranch.peer_exchange import ALL_BUFFERS, FINISH, MAX_RANKS, START, PeerExchange
 from anabranch.torch.binding import calls, private
 from anabranch.torch.binding.calls import array_of
 from anabranch.torch.binding.define import define
@@ -123,8 +124,6 @@ class GroupExchanges:
 
         A call of the library, or `finish`, has to wait for them.
         """
-        # An exception may have ended the last pass, whose first send is that to TOKENS[0].
-        self.release(SUMS, *(TOKENS if buffer == TOKENS[0] else (buffer,)))
         known = self.ready("tokens", self.ranks * x.nbytes)
         call(_send, x, known.address, buffer)
         known.held.add(buffer)
@@ -156,6 +155,15 @@ class GroupExchanges:
         for buffer in known.held.intersection(buffers):
             known.exchange.run("release", private.current_stream(self.device), buffer)
             known.held.discard(buffer)
+
+    def abandon(self) -> None:
+        """Abandons a pass that an exception ends: what it has sent may be freed, and the next pass can begin."""
+        if "tokens" not in self._uses:
+            return
+        known = self.ready("tokens", 0)
+        known.held.clear()
+        with contextlib.suppress(*STATUS_ERRORS):  # the next call reports a broken exchange
+            known.exchange.run("release", private.current_stream(self.device), ALL_BUFFERS)
 
     def pointers(self, small_bytes: int) -> tuple[int, int]:
         """The addresses of the exchanges for tokens, with calls in progress, and for small tensors of this size."""

@@ -1,10 +1,13 @@
 """The transports by name, and the choice between them."""
 
+from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from anabranch.exchange_sizes import ExchangeSizes, traffic
 from anabranch.torch.parallel.exchange import Padded, Ranks, Ring, Transport
-from anabranch.torch.parallel.p2p import PeerToPeer
+from anabranch.torch.parallel.p2p import PeerToPeer, abandon
 
 TRANSPORTS: dict[str, type[Transport]] = {"ring": Ring, "p2p": PeerToPeer, "all_to_all": Padded}
 
@@ -22,3 +25,14 @@ def choose(device: str, sizes: ExchangeSizes, itemsize: int, fp8_exchange: bool 
 def transport(name: str, ranks: Ranks) -> Any:
     """The transport with this name in TRANSPORTS."""
     return TRANSPORTS[name](ranks)
+
+
+def run_pass(name: str, ranks: Ranks, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a function, a pass over the transport with this name. An exception abandons what it has sent."""
+    if name != "p2p" or torch.compiler.is_compiling():  # operations of a graph handle their exceptions
+        return function(*arguments)
+    try:
+        return function(*arguments)
+    except BaseException:
+        abandon(ranks.group)
+        raise

@@ -21,7 +21,7 @@ import pytest
 import frameworks
 
 #: Libraries whose versions the test report prints.
-LIBRARIES = ("jax", "flax", "torch", "transformers", "peft", "accelerate", "megatron-core", "torchtitan")
+LIBRARIES = ("jax", "flax", "torch", "transformers", "peft", "accelerate", "trl", "megatron-core", "torchtitan")
 
 
 def pytest_collection_finish(session):

@@ -2,12 +2,14 @@
 
 import copy
 import functools
+import importlib
 import os
 import warnings
 
 import peft
 import pytest
 import small_models
+import tokenizers
 import torch
 import torch.distributed as dist
 import transformers
@@ -226,21 +228,23 @@ def check_loading_on_the_first_rank(rank, ranks):
     assert all(value.isnan().all() for value in model.parameters())
 
 
-def check_trainer(rank, ranks, folder, data):
+def check_trainer(rank, ranks, folder, data, name="qwen3_moe", lora=True, sft=False):
     """The steps of Trainer in one process; a run that resumes has the same last step."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     logs = []
     for resumed in (False, True):
         fsdp = dict(fsdp=True, fsdp_config={"version": 2, "auto_wrap_policy": "NO_WRAP"})
-        arguments = training_arguments(folder / "trainer", 2, save_strategy="steps", save_steps=1, **fsdp)
+        saved = folder / f"{name} {lora} {sft}"
+        arguments = training_arguments(saved, 2, sft, save_strategy="steps", save_steps=1, **fsdp)
         # accelerate has FSDP for other devices than CPUs only.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_XPU
-        model = adapter.parallelize(build("qwen3_moe", lora=True), mesh_of(data, ranks // max(data, 1)))
-        trainer = transformers.Trainer(model, arguments, train_dataset=dataset())
-        trainer.train(resume_from_checkpoint=str(folder / "trainer/checkpoint-1") if resumed else None)
+        model = adapter.parallelize(build(name, lora), mesh_of(data, ranks // max(data, 1)))
+        trainer = (sft_trainer if sft else transformers.Trainer)(model, arguments, train_dataset=dataset(sft))
+        trainer.train(resume_from_checkpoint=str(saved / "checkpoint-1") if resumed else None)
         logs.append(log_of(trainer))
     assert logs[0][1:] == logs[1][1:]
-    torch.testing.assert_close(torch.tensor(logs[0]), torch.load(folder / "log"), rtol=1e-4, atol=0)
+    want = torch.load(folder / f"log of {name} {lora}")
+    torch.testing.assert_close(torch.tensor(logs[0]), want, rtol=1e-4, atol=0)
 
 
 def check_errors(rank, ranks):
@@ -270,10 +274,13 @@ def check_errors(rank, ranks):
     with pytest.raises(TypeError, match="a model with process groups to pickle"):
         copy.copy(model.model.layers[0].mlp.experts._anabranch_group)
     adapted = adapter.parallelize(build("qwen3_moe", lora=True), mesh_of(0, ranks))
-    adapted.add_adapter("later", peft.LoraConfig(r=2, target_modules=[], target_parameters=EXPERTS))
-    adapted.set_adapter("later")
-    with pytest.raises(NotImplementedError, match="with sharded experts, expected one active adapter"):
-        adapted(ids)
+    for later in (dict(target_modules=[], target_parameters=EXPERTS), dict(target_modules=["q_proj"])):
+        with pytest.raises(
+            NotImplementedError, match=r"model: got a new adapter for .*, expected get_peft_model before"
+        ):
+            adapted.add_adapter("later", peft.LoraConfig(r=2, **later))
+        with pytest.raises(NotImplementedError, match="model: got a new adapter for "):
+            peft.get_peft_model(model, peft.LoraConfig(r=2, **later))
     with pytest.raises(NotImplementedError, match=r"got a merge of .* with sharded experts"):
         adapted.merge_adapter()
 
@@ -281,8 +288,12 @@ def check_errors(rank, ranks):
 # ---------------------------------------------------------------- one process
 
 
-def training_arguments(folder, batch, **options):
-    return transformers.TrainingArguments(
+def training_arguments(folder, batch, sft=False, **options):
+    make = transformers.TrainingArguments
+    if sft:
+        # The load-balancing loss is that of one rank's tokens, so it depends on the number of ranks.
+        make = functools.partial(importlib.import_module("trl").SFTConfig, router_aux_loss_coef=0.0, bf16=False)
+    return make(
         str(folder),
         use_cpu=True,
         per_device_train_batch_size=batch,
@@ -296,8 +307,17 @@ def training_arguments(folder, batch, **options):
     )
 
 
-def dataset():
-    return [{"input_ids": row, "labels": row} for row in torch.cat(batches(4))]
+def dataset(sft=False):
+    rows = [{"input_ids": row, "labels": row} for row in torch.cat(batches(4))]
+    return importlib.import_module("datasets").Dataset.from_list(rows) if sft else rows
+
+
+def sft_trainer(*arguments, **options):
+    """TRL's trainer of sequences without text: its tokenizer only pads."""
+    words = tokenizers.models.WordLevel({"<pad>": 0, "<eos>": 2}, unk_token="<pad>")
+    names = dict(pad_token="<pad>", eos_token="<eos>")
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(words), **names)
+    return importlib.import_module("trl").SFTTrainer(*arguments, processing_class=tokenizer, **options)
 
 
 def log_of(trainer):
@@ -318,14 +338,25 @@ def start(ranks, folder, checks):
     gloo_ranks.start(run, ranks, ranks, folder, checks, imported=imported)
 
 
-def test_two_processes_equal_one(tmp_path):
-    trainer = transformers.Trainer(
-        build("qwen3_moe", lora=True),
-        training_arguments(tmp_path / "one_trainer", 4, save_strategy="no"),
-        train_dataset=dataset(),
-    )
+def train_alone(folder, name, lora):
+    """Trains with Trainer in one process, for `check_trainer`."""
+    arguments = training_arguments(folder / "one_trainer", 4, save_strategy="no")
+    trainer = transformers.Trainer(build(name, lora), arguments, train_dataset=dataset())
     trainer.train()
-    torch.save(torch.tensor(log_of(trainer)), tmp_path / "log")
+    torch.save(torch.tensor(log_of(trainer)), folder / f"log of {name} {lora}")
+
+
+def test_sft_trainer_equals_trainer_in_one_process(tmp_path):
+    pytest.importorskip("trl", reason="trl is not installed, see the extra `test`")
+    cases = ("qwen3_moe", True), ("gpt_oss", False)
+    for name, lora in cases:
+        train_alone(tmp_path, name, lora)
+    check = functools.partial(check_trainer, folder=tmp_path, data=0, sft=True)
+    start(2, tmp_path, [functools.partial(check, name=name, lora=lora) for name, lora in cases])
+
+
+def test_two_processes_equal_one(tmp_path):
+    train_alone(tmp_path, "qwen3_moe", lora=True)
     one = build("qwen3_moe")
     checkpoint.save(
         {"model": {n: 2 * v for n, v in one.state_dict().items()}}, checkpoint_id=tmp_path / "one_process", no_dist=True

@@ -26,11 +26,10 @@ class ExpertGroup:
       hosts: a group of the same ranks whose collectives run on the CPU, over which they compare numbers of tokens;
         None: the numbers are equal.
       options: `transport` and `capacity_factor` of `routed_experts`.
-      adapters: the names of PEFT's adapters whose factors are sharded.
     """
 
-    def __init__(self, group: Any, hosts: Any, options: dict[str, Any], adapters: frozenset[str]):
-        self.group, self.hosts, self.options, self.adapters = group, hosts, options, adapters
+    def __init__(self, group: Any, hosts: Any, options: dict[str, Any]):
+        self.group, self.hosts, self.options = group, hosts, options
         self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ExpertGroup":

@@ -17,7 +17,6 @@ from anabranch.torch.parallel.parallel import check_parallel, sharded
 from anabranch.torch.transformers.adapter import NAME, register
 from anabranch.torch.transformers.expert_group import ExpertGroup, group_of, share
 from anabranch.torch.transformers.experts_module import described, experts_modules, is_packed_experts, model_name
-from anabranch.torch.transformers.peft_adapters import adapter_names
 from anabranch.torch.transformers.weights_on_ranks import Holders, holders, load_from_first_rank, materialise
 
 if TYPE_CHECKING:  # some builds of torch lack it
@@ -101,7 +100,7 @@ def parallelize(
 
     group, hosts = _groups(expert, mesh, with_hosts=not equal_tokens)
     options = dict(transport=transport, capacity_factor=capacity_factor)
-    share_of = ExpertGroup(group, hosts, options, adapter_names(model))
+    share_of = ExpertGroup(group, hosts, options)
     policy = {} if mp_policy is None else {"mp_policy": mp_policy}
     _fully_shard(model, base, modules, layers, (data, expert, every), policy | dict(reshard=reshard_after_forward))
     for module in modules.values():

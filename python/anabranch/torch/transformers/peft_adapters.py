@@ -27,6 +27,7 @@ from anabranch.torch.transformers.expert_group import group_of
 from anabranch.torch.transformers.experts_module import is_packed_experts, model_name
 
 _MODULE = "peft.tuners.lora.layer"
+_TUNER_MODULE = "peft.tuners.tuners_utils"
 _FACTORS = "_anabranch_factors"
 #: What the hook reads of a ParamWrapper; without one of these, PEFT's own function runs.
 _CLASS_NAMES = ("forward", "merge", "get_base_layer", "disable_adapters", "merged", "active_adapters")
@@ -80,11 +81,6 @@ def as_lora(
     return Lora(**fields) if fields else None, (scales["in"], scales["out"])
 
 
-def adapter_names(model: nn.Module) -> frozenset[str]:
-    """The names of all adapters of a model of PEFT."""
-    return frozenset(getattr(model, "peft_config", ()))
-
-
 def _adapter_of(wrapper: Any, parameters: Sequence[str]) -> tuple[bool, Factors | None]:
     """(whether the layer can compute the wrapper's adapter, its factors or None if no adapter is active)."""
     if wrapper.disable_adapters or wrapper.merged or wrapper.parameter_name not in parameters:
@@ -92,9 +88,6 @@ def _adapter_of(wrapper: Any, parameters: Sequence[str]) -> tuple[bool, Factors 
     active = [name for name in wrapper.active_adapters if name in wrapper.lora_A]
     if not active:
         return True, None
-    group = group_of(wrapper.get_base_layer())
-    if group is not None and active[0] not in group.adapters:  # neither sharded nor averaged over the ranks
-        return False, None
     if len(active) > 1 or getattr(wrapper, "lora_variant", {}).get(active[0]) is not None:
         return False, None
     a, b = wrapper.lora_A[active[0]], wrapper.lora_B[active[0]]
@@ -181,6 +174,21 @@ def _refuse(wrapper: Any, what: str) -> NoReturn:
     )
 
 
+def _before_sharding(inject: Callable[..., None]) -> Any:
+    """Refuses new adapters of a sharded model: their parameters would differ between ranks after the first step."""
+
+    @functools.wraps(inject)
+    def wrapped(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        if any(group_of(module) is not None for module in model.modules()):
+            raise NotImplementedError(
+                f"model: got a new adapter for {model_name(model)}, which parallelize has sharded, expected "
+                "get_peft_model before parallelize, and no peft_config of a trainer"
+            )
+        inject(self, model, *args, **kwargs)
+
+    return wrapped
+
+
 def _without_packed(merge: Callable[..., None]) -> Any:
     @functools.wraps(merge)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -195,9 +203,11 @@ def _without_packed(merge: Callable[..., None]) -> Any:
 
 
 def _wrap(module: Any, is_selected: Callable[[Any], bool]) -> None:
-    """Wraps two functions of ParamWrapper in PEFT's module; warns if this PEFT lacks a name."""
+    """Wraps two functions of ParamWrapper and one of BaseTuner; warns if this PEFT lacks a name."""
     wrapper_type = getattr(module, "ParamWrapper", None)
+    tuner: Any = getattr(importlib.import_module(_TUNER_MODULE), "BaseTuner", None)
     missing = [name for name in _CLASS_NAMES if not hasattr(wrapper_type, name)]
+    missing += [] if hasattr(tuner, "inject_adapter") else ["BaseTuner.inject_adapter"]
     if wrapper_type is None or missing:
         lacking = ", ".join(missing) if wrapper_type is not None else "ParamWrapper"
         warnings.warn(
@@ -211,6 +221,7 @@ def _wrap(module: Any, is_selected: Callable[[Any], bool]) -> None:
     if not hasattr(original, "__wrapped__"):
         wrapper_type.forward = _with_factors(original, is_selected, wrapper_type)
         wrapper_type.merge = _without_packed(wrapper_type.merge)
+        tuner.inject_adapter = _before_sharding(tuner.inject_adapter)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -258,7 +269,8 @@ def uninstall() -> None:
     for finder in _finders():
         sys.meta_path.remove(finder)
     wrapper_type: Any = getattr(sys.modules.get(_MODULE), "ParamWrapper", None)
-    for name in ("forward", "merge"):
-        original = getattr(getattr(wrapper_type, name, None), "__wrapped__", None)
+    tuner: Any = getattr(sys.modules.get(_TUNER_MODULE), "BaseTuner", None)
+    for owner, name in ((wrapper_type, "forward"), (wrapper_type, "merge"), (tuner, "inject_adapter")):
+        original = getattr(getattr(owner, name, None), "__wrapped__", None)
         if original is not None:
-            setattr(wrapper_type, name, original)
+            setattr(owner, name, original)

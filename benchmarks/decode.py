@@ -6,14 +6,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks import ceilings, flags, timing
+from benchmarks.processes import rows_of_a_process
 from benchmarks.shapes import ITEMSIZES, NAMED, LayerShape
 from benchmarks.tables import columns, selected
 
 CAPTION = """microseconds: moe's forward pass in torch, w_in and w_out in checkpoint layout ("pfd", "df"). experts:
 experts with tokens, mean of the calls; weights: plain, FP8 blocks or MXFP4; floor: time to read the weights of those
 experts at the copy rate of this run; x floor: time divided by floor. r = R: the layer with adapters of that rank, which
-have float32 factors. On a GPU: median of the replays of a CUDA graph. Its calls have different tokens, and rotate
-layers so that weights have left the L2 cache before they are read again. On the CPU: best repeat of one call"""
+have float32 factors; packed: value of ANABRANCH_CUDA_PACKED. On a GPU: median of the replays of a CUDA graph. Its
+calls have different tokens, and rotate layers so that weights have left the L2 cache before they are read again. On the
+CPU: best repeat of one call"""
 
 DTYPES = {"cpu": ("float32", "bfloat16"), "cuda": ("bfloat16",)}
 TOKENS = (1, 8, 32, 128, 512)
@@ -26,6 +28,7 @@ PACKED = {"fp8": (1 + 4 / 128**2, 128), "mxfp4": (17 / 32, 32)}
 OPTIONS = {
     **flags.shapes("five on a GPU, a small one on the CPU, with T = 1, 8, 32, 128 and 512 instead of their own T"),
     **flags.choices("--weights", ("plain", *PACKED), "kinds of weights; default: all that the shape allows"),
+    **flags.choices("--packed", ("by-rows", "always", "never"), "values of ANABRANCH_CUDA_PACKED; a process for each"),
     "--rank": {
         "type": flags.positive,
         "metavar": "R",
@@ -43,6 +46,9 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     Raises:
       BenchError: an argument is invalid, or this machine lacks something.
     """
+    if options.packed:
+        yield from _rows_by_path(options)
+        return
     device = options.device
     cases = flags.sized(options.shape or SHAPES[device], options.tokens or TOKENS, options.quick)
     timing.torch_on(device)
@@ -53,6 +59,17 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
             for kind in options.weights or ("plain", *PACKED):
                 if kind == "plain" or (layer.D % PACKED[kind][1] == 0 and layer.F % PACKED[kind][1] == 0):
                     yield from _layer_rows(same_layer, dtype, kind, device, rate, options)
+
+
+def _rows_by_path(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yields the rows of a process per value of ANABRANCH_CUDA_PACKED, which the library reads once."""
+    arguments = ["decode", "--device", options.device, *["--quick"] * options.quick]
+    for name in ("shape", "tokens", "weights", "rank", "dtype"):
+        arguments += [word for value in getattr(options, name) or () for word in (f"--{name}", str(value))]
+    for value in options.packed:
+        variables = {"ANABRANCH_CUDA_PACKED": "" if value == "by-rows" else value}
+        for row in rows_of_a_process(arguments, variables=variables):
+            yield {"packed": value, **row}
 
 
 def _layer_rows(
@@ -148,6 +165,7 @@ def _call(
 
 def tables(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Returns the rows as one table."""
-    names = ("T,D,F,E,K", "dtype", "weights", "layer", "experts", "floor", "x floor", "copy TB/s")
+    packed = ("packed",) if any("packed" in row for row in rows) else ()
+    names = (*packed, "T,D,F,E,K", "dtype", "weights", "layer", "experts", "floor", "x floor", "copy TB/s")
     ranks = dict.fromkeys(name for row in rows for name in row if name.startswith("r = "))
     return {"": selected(rows, (*names, *ranks))}

@@ -2,11 +2,12 @@
 
 import contextlib
 import json
+import os
 import pathlib
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from anabranch.bench import BenchError
@@ -73,19 +74,28 @@ def as_bench_errors(by: str) -> Iterator[None]:
         raise BenchError(f"{by}: {type(error).__name__}: {reason}") from error
 
 
-def rows_of_a_process(arguments: Sequence[str], *, quiet: bool = False) -> list[dict[str, Any]]:
+def rows_of_a_process(
+    arguments: Sequence[str], *, quiet: bool = False, variables: Mapping[str, str] | None = None
+) -> list[dict[str, Any]]:
     """Runs `python -m benchmarks ARGUMENTS` and returns its rows.
 
     Args:
       arguments: the operation and its options.
       quiet: show the process's standard error only if it fails.
+      variables: added to the environment of the process.
 
     Raises:
       BenchError: the process failed. If quiet, the error has its message.
     """
     command = [sys.executable, "-m", "benchmarks", *arguments, "--json", "-"]
     result = subprocess.run(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE if quiet else None, text=True, check=False, cwd=ROOT
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE if quiet else None,
+        text=True,
+        check=False,
+        cwd=ROOT,
+        env=os.environ | dict(variables or {}),
     )
     if result.returncode != 0 and not result.stdout:  # rows with an `error` also give status 1
         sys.stderr.write(result.stderr or "")

@@ -27,4 +27,22 @@ endforeach()
 anabranch_portable_instances(weight_gradient weight_gradient
                              "const WeightGradient&, const SegmentBounds&, const SegmentList&" main)
 
+foreach(format Mxfp4 Fp8Blocks)
+  foreach(elements BFLOAT16 FLOAT16)
+    foreach(tile main small)
+      set(arguments "AB_${elements}, TileChoice::${tile}")
+      anabranch_add_instance(portable packed_up_${format}_${elements} packed_up
+                             "launch_packed_up<${format}, ${arguments}>" "const PackedUp&")
+      anabranch_add_instance(portable packed_intermediate_gradient_${format}_${elements} packed_intermediate_gradient
+                             "launch_packed_intermediate_gradient<${format}, ${arguments}>"
+                             "const PackedIntermediateGradient&")
+      foreach(major mn k)
+        anabranch_add_instance(portable packed_rows_product_${format}_${elements} packed_rows_product
+                               "launch_packed_rows_product<${format}, Major::${major}, ${arguments}>"
+                               "const PackedRowsProduct&")
+      endforeach()
+    endforeach()
+  endforeach()
+endforeach()
+
 anabranch_write_instances(portable)

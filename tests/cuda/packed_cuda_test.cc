@@ -223,8 +223,10 @@ TEST_F(PackedCuda, FewRowsAtAnyAddressAndRank) {
   }
 }
 
-// Rows of x are unit vectors, so results are the unpacked values, and NaN where a column has NaN or infinity.
-void unpack_every_code_and_scale(const std::vector<int32_t>& dtypes, const std::vector<int32_t>& rows_of_experts) {
+// Rows of x are unit vectors, so results are the unpacked values, and NaN where the terms of a sum have NaN or
+// infinity. transposed: the GEMM sums along the rows of the weights in memory.
+void unpack_every_code_and_scale(const std::vector<int32_t>& dtypes, const std::vector<int32_t>& rows_of_experts,
+                                 bool transposed = true) {
   using A = ab_grouped_matmul_combine_args;
   const auto E = static_cast<int64_t>(rows_of_experts.size());
   const int64_t rows = std::accumulate(rows_of_experts.begin(), rows_of_experts.end(), int64_t{0});
@@ -237,9 +239,12 @@ void unpack_every_code_and_scale(const std::vector<int32_t>& dtypes, const std::
       for (int64_t i = 0; i < packed.byte_scales.size(); ++i) {
         packed.byte_scales[i] = static_cast<uint8_t>(fp4 ? i * 5 : 120 + i);
       }
-      FloatTensor plain({E, N, C}, dtype), x({rows, C}, dtype), out({rows, N}, dtype), want({rows, N}, dtype);
+      const int64_t length = transposed ? C : N;  // of sums
+      const int64_t columns = transposed ? N : C;
+      FloatTensor plain({E, N, C}, dtype), x({rows, length}, dtype), out({rows, columns}, dtype),
+          want({rows, columns}, dtype);
       PackedNetwork::fill(packed, &plain);
-      for (int64_t r = 0; r < rows; ++r) x.set(r * C + r * 37 % C, 1.0f);
+      for (int64_t r = 0; r < rows; ++r) x.set(r * length + r * 37 % length, 1.0f);
       std::vector<int32_t> slots(static_cast<size_t>(rows));
       std::iota(slots.begin(), slots.end(), 0);
       const Tensor<int32_t> slot_of_row({rows}, slots), row_of_slot({rows, 1}, slots), sizes({E}, rows_of_experts);
@@ -249,7 +254,7 @@ void unpack_every_code_and_scale(const std::vector<int32_t>& dtypes, const std::
           packed.scales_view({E, fp4 ? N : N / kBlock, C / (fp4 ? 32 : kBlock)}, {0, 1, 2}, strides[1]);
       A args{};
       args.size = sizeof(args);
-      args.transpose_w = 1;
+      args.transpose_w = transposed ? 1 : 0;
       args.x = x.view();
       args.group_sizes = sizes.view();
       args.slot_of_row = slot_of_row.view();
@@ -272,12 +277,14 @@ TEST_F(PackedFewValuesCuda, FewRowsUnpackEveryCodeAndScale) {
   unpack_every_code_and_scale({AB_BFLOAT16, AB_FLOAT16}, {9, 0, 3, 1, 2, 7, 8, 1, 1});
 }
 
-TEST_F(PackedFewValuesCuda, LargerSumsUnpackEveryCodeAndScale) {
-  unpack_every_code_and_scale({AB_BFLOAT16}, {70, 0, 130, 32, 33, 31, 8, 1, 64});
+TEST_F(PackedFewValuesCuda, ManyRowsUnpackEveryCodeAndScale) {
+  for (const bool transposed : {false, true}) {
+    unpack_every_code_and_scale({AB_BFLOAT16, AB_FLOAT16}, {70, 0, 130, 32, 33, 31, 8, 1, 64}, transposed);
+  }
 }
 
-// Hopper's kernels that decode: several tiles in both directions, more k-blocks than stages, parts of tiles and of
-// k-blocks, uneven and cold experts.
+// Kernels that decode on the way to tensor cores: several tiles in both directions, more k-blocks than stages, parts of
+// tiles and of k-blocks, uneven and cold experts.
 TEST_F(PackedCuda, LargerThanTiles) {
   const std::vector<int32_t> sizes = {300, 0, 129, 1, 64, 205};
   for (const bool fp8 : {false, true}) {
@@ -300,6 +307,24 @@ TEST_F(PackedCuda, LargerThanTiles) {
         check(l, kinds);
         if (HasFatalFailure()) return;
       }
+    }
+  }
+}
+
+// The large tiles of the sm80 kernels for ungated experts and in float16.
+TEST_F(PackedCuda, LargerThanTilesInFloat16) {
+  for (const bool fp8 : {false, true}) {
+    for (const int64_t P : {1, 2}) {
+      LoraCase l = fp8 ? case_of(AB_FLOAT16, kPfd, 384, 256, {300, 0, 129, 1, 64, 205})
+                       : case_of(AB_FLOAT16, kFpd, 416, 224, {300, 0, 129, 1, 64, 205});
+      l.c.R = 720;
+      l.c.T = 250;
+      l.c.P = P;
+      l.c.activation = P == 1 ? AB_RELU2 : AB_SILU;
+      l.r = 12;
+      l.q = 16;
+      check(l, fp8 ? kFp8 : Kinds{});
+      if (HasFatalFailure()) return;
     }
   }
 }
@@ -361,7 +386,7 @@ TEST_F(PackedCuda, CombinedGemms) {
 // Sums per token in several chunks of columns.
 TEST_F(PackedCuda, LargerChunksOfColumns) {
   using A = ab_grouped_matmul_combine_args;
-  const int64_t E = 2, T = 2000, K = 2, R = 4000, N = 4096, D = 256;
+  const int64_t E = 8, T = 2000, K = 2, R = 4000, N = 4096, D = 256;
   for (const int32_t kind : {AB_FLOAT4_E2M1X2, AB_FLOAT8_E4M3}) {
     const PackedTensor packed(E, N, D, kind, AB_FLOAT8_E8M0, 3);
     FloatTensor plain({E, N, D}, AB_BFLOAT16), x({R, D}, AB_BFLOAT16), out({T, N}, AB_BFLOAT16),
@@ -370,7 +395,8 @@ TEST_F(PackedCuda, LargerChunksOfColumns) {
     x.fill_normal(4);
     std::vector<int32_t> slots(static_cast<size_t>(R));
     std::iota(slots.begin(), slots.end(), 0);
-    const Tensor<int32_t> slot_of_row({R}, slots), row_of_slot({T, K}, slots), sizes({E}, {1700, 2300});
+    const Tensor<int32_t> slot_of_row({R}, slots), row_of_slot({T, K}, slots),
+        sizes({E}, {900, 0, 700, 1, 299, 600, 500, 1000});
     int64_t strides[2][AB_MAX_RANK] = {};
     const bool fp4 = packed.is_fp4();
     const ab_tensor w = packed.view({E, N, D}, {0, 1, 2}, strides[0]);

@@ -120,6 +120,37 @@ TYPED_TEST(SharedTiles, FragmentsHaveNoBankConflicts) {
   }
 }
 
+// Pieces and their chunks belong to one thread each, and warps access them without bank conflicts.
+template <Major kMajor, int kElements>
+void check_packed_plan() {
+  using Tile = SharedTile<kMajor, 2, kTileColumns>;
+  using Plan = PackedPlan<Tile, kElements, 128>;
+  std::set<uint32_t> places;
+  for (int warp = 0; warp < 4; ++warp) {
+    for (int i = 0; i < Plan::kPieces; ++i) {
+      for (int j = 0; j < Plan::kChunks; ++j) {
+        const int wavefronts = wavefronts_of_warp(kChunkBytes, [&](int lane) {
+          const int thread = warp * kLanes + lane;
+          const uint32_t first = Tile::chunk(Plan::row(thread, i), Plan::piece(thread, i) * Plan::kChunks);
+          const uint32_t place = Tile::chunk(Plan::row(thread, i), Plan::piece(thread, i) * Plan::kChunks + j);
+          EXPECT_EQ(place, first ^ static_cast<uint32_t>(j * kChunkBytes));
+          EXPECT_TRUE(places.insert(place).second);
+          return place;
+        });
+        EXPECT_EQ(wavefronts, 4);
+      }
+    }
+  }
+  EXPECT_EQ(places.size(), static_cast<size_t>(kTileColumns * kDepthBytes / kChunkBytes));
+}
+
+TEST(PackedPlans, CoverABlockWithoutConflicts) {
+  check_packed_plan<Major::k, 32>();
+  check_packed_plan<Major::k, 16>();
+  check_packed_plan<Major::mn, 32>();
+  check_packed_plan<Major::mn, 16>();
+}
+
 // Fragments read in groups of four words: each lane reads the words of its own rows or columns.
 TEST(Fours, BelongToTheLanesRows) {
   using Tile = SharedTile<Major::mn, 4, 128>;

@@ -62,7 +62,19 @@ __device__ __forceinline__ FloatPair e4m3_pair(uint32_t bytes) {
       : "h"(static_cast<uint16_t>(bytes)));
   return values;
 #else
-  return {to_float(Float8E4M3{static_cast<uint8_t>(bytes)}), to_float(Float8E4M3{static_cast<uint8_t>(bytes >> 8)})};
+  // The bits of a float16 that is 2^-8 times the value, also for denormal numbers. The sum carries into bit 14 for NaN
+  // only, and then all bits of the exponent are set.
+  const uint32_t spread = select_bytes<0x1404>(bytes, 0);
+  const uint32_t magnitudes = (spread & 0x7f007f00u) >> 1;
+  const uint32_t words = magnitudes | ((magnitudes + 0x00800080u) & 0x40004000u) | (spread & 0x80008000u);
+  const auto value = [](uint32_t bits) { return to_float(Float16{static_cast<uint16_t>(bits)}); };
+#if defined(__CUDA_ARCH__)
+  uint32_t values;
+  asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(values) : "r"(words), "r"(0x5c005c00u));  // times 256
+  return {value(values), value(values >> 16)};
+#else
+  return {value(words) * 256.0f, value(words >> 16) * 256.0f};
+#endif
 #endif
 }
 

@@ -6,6 +6,7 @@
 #include "core/cuda/path.h"
 #include "core/status.h"
 #include "experts/hopper/packed_products.h"
+#include "experts/portable/packed_products.h"
 
 namespace anabranch::cuda {
 namespace {
@@ -16,6 +17,9 @@ namespace {
 // every tile of 128 rows. Where exactly is an estimate.
 constexpr int64_t kMinRowsPerExpert = 10;
 constexpr int64_t kMaxRowsPerExpert = 4096;
+
+// On the sm80 path GEMMs with this many rows take less time than decoding in every tile of 128 rows costs. An estimate.
+constexpr int64_t kMaxRowsPerExpertOnSm80 = 1024;
 
 enum class Use { by_rows, always, never };
 
@@ -33,15 +37,26 @@ ab_status read_variable(Use* use) {
   return ok();
 }
 
+template <class Operation>
+const char* hopper_unsupported_reason(const Operation& op) {
+  return hopper::unsupported_reason(op);
+}
+const char* hopper_unsupported_reason(const PackedIntermediateGradient& /*g*/) { return "there is no such kernel"; }
+
 // few_rows: whether these kernels support the GEMM.
 template <class Operation>
 ab_status choose(const Operation& op, int64_t R, int64_t E, bool few_rows, const Device& device, PackedPath* path) {
   Use use;
   AB_RETURN_IF_ERROR(read_variable(&use));
   *path = few_rows ? PackedPath::few_rows : PackedPath::unpacked;
-  if (use == Use::never || first_path(device).path != Path::hopper) return ok();
+  if (use == Use::never) return ok();
+  if (first_path(device).path == Path::portable) {
+    const bool by_rows = !few_rows && R <= kMaxRowsPerExpertOnSm80 * E;
+    if ((use == Use::always || by_rows) && portable::unsupported_reason(op) == nullptr) *path = PackedPath::portable;
+    return ok();
+  }
   const bool by_rows = kMinRowsPerExpert * E <= R && R <= kMaxRowsPerExpert * E;
-  if ((use == Use::always || by_rows) && hopper::unsupported_reason(op) == nullptr) *path = PackedPath::hopper;
+  if ((use == Use::always || by_rows) && hopper_unsupported_reason(op) == nullptr) *path = PackedPath::hopper;
   return ok();
 }
 
@@ -50,6 +65,10 @@ ab_status choose(const Operation& op, int64_t R, int64_t E, bool few_rows, const
 ab_status choose_path(const PackedUp& up, const Device& device, PackedPath* path) {
   const bool few_rows = reads_packed(up.s.R, up.s.E, up.packed.N, up.packed.C, up.x.dtype);
   return choose(up, up.s.R, up.s.E, few_rows, device, path);
+}
+
+ab_status choose_path(const PackedIntermediateGradient& g, const Device& device, PackedPath* path) {
+  return choose(g, g.s.R, g.s.E, false, device, path);
 }
 
 ab_status choose_path(const PackedRowsProduct& p, const Device& device, PackedPath* path) {

@@ -8,6 +8,7 @@
 #include "experts/few_rows/products.h"
 #include "experts/hopper/fp8_products.h"
 #include "experts/hopper/packed_products.h"
+#include "experts/portable/packed_products.h"
 
 namespace anabranch::cuda {
 namespace {
@@ -21,6 +22,10 @@ ab_status check_fp8(const Operation& operation, const Device& device) {
   return error(AB_UNSUPPORTED,
                "precision: got AB_PRECISION_FP8, expected another precision since Hopper's FP8 kernels cannot run: %s",
                unsupported_reason);
+}
+
+bool any_requested(const IntermediateGradient& g) {
+  return g.dh.data != nullptr || g.weighted_a.data != nullptr || g.dots != nullptr;
 }
 
 }  // namespace
@@ -46,20 +51,26 @@ ab_status compute_rows_product(const RowsProduct& p, const Device& device, cudaS
 }
 
 ab_status compute_packed(const PackedUp& up, PackedPath path, const Device& device, cudaStream_t stream) {
-  return path == PackedPath::hopper ? hopper::launch_gemm(up, device.multiprocessors, stream)
-                                    : few_rows::launch_gemm(up, device.multiprocessors, stream);
+  const int multiprocessors = device.multiprocessors;
+  if (path == PackedPath::few_rows) return few_rows::launch_gemm(up, multiprocessors, stream);
+  if (path == PackedPath::portable) return portable::launch_gemm(up, multiprocessors, stream);
+  return hopper::launch_gemm(up, multiprocessors, stream);
 }
 
 ab_status compute_packed(const PackedRowsProduct& p, PackedPath path, const Device& device, cudaStream_t stream) {
   const int multiprocessors = device.multiprocessors;
   if (path == PackedPath::few_rows) return few_rows::launch_gemm(p, multiprocessors, stream);
+  if (path == PackedPath::portable) return portable::launch_gemm(p, multiprocessors, stream);
   AB_RETURN_IF_ERROR(hopper::launch_gemm(p, multiprocessors, stream));
   return p.skips_rest ? ok() : clear_padding(p.map, {p.y, p.dtype}, p.R, p.N, multiprocessors, stream);
 }
 
+ab_status compute_packed(const PackedIntermediateGradient& g, PackedPath, const Device& device, cudaStream_t stream) {
+  return any_requested(g) ? portable::launch_gemm(g, device.multiprocessors, stream) : ok();
+}
+
 ab_status compute_intermediate_gradient(const IntermediateGradient& g, const Device& device, cudaStream_t stream) {
-  const bool any_requested = g.dh.data != nullptr || g.weighted_a.data != nullptr || g.dots != nullptr;
-  if (!any_requested || g.s.R * g.s.F == 0) return ok();
+  if (!any_requested(g) || g.s.R * g.s.F == 0) return ok();
   const int multiprocessors = device.multiprocessors;
   if (choose_path(g, device).path == Path::portable) return portable::launch_gemm(g, multiprocessors, stream);
   return hopper::launch_gemm(g, hopper::choose_tile(g, multiprocessors), multiprocessors, stream);

@@ -1,6 +1,7 @@
 // Grouped GEMM on mma.sync (sm80 and newer). CTAs are persistent: two or three per SM with four warps each, or one
 // with eight warps. All warps copy k-blocks of both operands into a ring of stages (cp.async), several k-blocks ahead
-// of the one they multiply, then pass the accumulators to the epilogue through shared memory.
+// of the one they multiply, then pass the accumulators to the epilogue through shared memory. Packed weights are copied
+// packed to the place of their k-block, and decoded there one k-block ahead.
 //
 //   shared memory
 //   main loop   [kStages] { A: kBytesA, B: kBytesB }             one barrier per k-block
@@ -48,7 +49,7 @@ struct Product {
 template <class P>
 struct AdaptedProduct : P {
   typename P::OperandA u;
-  typename P::OperandB factor;
+  WeightOperand<P::OperandB::kMajor> factor;
   int32_t rank = 0;  // length of the second contraction
 };
 template <class P>
@@ -93,7 +94,6 @@ class GroupedProduct {
   using Shape = typename P::Shape;
   using Element = typename P::Element;
   using CopyA = Copy<typename P::OperandA, Element, Shape::kRows, Shape::kThreads>;
-  using CopyB = Copy<typename P::OperandB, Element, kTileColumns, Shape::kThreads>;
   static constexpr bool kFoursA = kByFours<P::OperandA::kMajor, sizeof(Element)>;
   static constexpr bool kFoursB = kByFours<P::OperandB::kMajor, sizeof(Element)>;
   using Staged = StagedTile<Staging<Shape, kFoursA, kFoursB>>;
@@ -142,13 +142,13 @@ class GroupedProduct {
 
   __device__ __forceinline__ void multiply(const Tile& tile, Accumulators<Shape>& acc) {
     const bool has_rows = tile.row + first_row() < tile.end_row;
-    if (min(p_.a.rows.copy_bytes, p_.b.rows.copy_bytes) == kChunkBytes) {
+    if (kIsPacked<typename P::OperandB> || min(p_.a.rows.copy_bytes, p_.b.rows.copy_bytes) == kChunkBytes) {
       if (has_rows) {
         run_main_loop<true, true>(p_.a, p_.b, tile, acc);
       } else {
         run_main_loop<true, false>(p_.a, p_.b, tile, acc);
       }
-    } else {
+    } else if constexpr (!kIsPacked<typename P::OperandB>) {
       if (has_rows) {
         run_main_loop<false, true>(p_.a, p_.b, tile, acc);
       } else {
@@ -158,8 +158,9 @@ class GroupedProduct {
     if constexpr (kAdapted<P>) multiply_low_rank(tile, acc);
   }
 
-  // Adds u B to the sums. Warps without rows multiply zeros.
+  // Adds u B to the sums. Warps without rows multiply zeros. Kernels of packed weights run without an adapter, too.
   __device__ __forceinline__ void multiply_low_rank(const Tile& tile, Accumulators<Shape>& acc) {
+    if (kIsPacked<typename P::OperandB> && p_.rank == 0) return;
     __syncthreads();  // all warps have read the last k-blocks of the first loop
     Tile of_rank = tile;
     of_rank.end_k = tile.expert == kNoExpert ? 0 : p_.rank;
@@ -172,9 +173,10 @@ class GroupedProduct {
 
   // kAligned: copy both operands in 16-byte pieces. kMultiplies: false if this warp has no rows and only copies. The
   // loop has no branches, so that copies and MMAs interleave; copies past the last k-block write zeros.
-  template <bool kAligned, bool kMultiplies>
-  __device__ __forceinline__ void run_main_loop(const typename P::OperandA& a, const typename P::OperandB& b,
-                                                const Tile& tile, Accumulators<Shape>& acc) {
+  template <bool kAligned, bool kMultiplies, class OperandB>
+  __device__ __forceinline__ void run_main_loop(const typename P::OperandA& a, const OperandB& b, const Tile& tile,
+                                                Accumulators<Shape>& acc) {
+    using CopyB = Copy<OperandB, Element, kTileColumns, Shape::kThreads>;
     CopyA copy_a(a, tile, shared_.slots);
     CopyB copy_b(b, tile, shared_.slots);
     Warp warp(first_row(), first_column());
@@ -204,6 +206,7 @@ class GroupedProduct {
     for (int ahead = 0; ahead < Shape::kStages - 1; ++ahead) copy();
     const auto begin_block = [&] {
       wait_for_copies<Shape::kStages - 2>();
+      if constexpr (kIsPacked<OperandB>) copy_b.decode(used + Shape::kBytesA);
       __syncthreads();  // the k-block has arrived for all warps, and all have read the one before
       if constexpr (kMultiplies) warp.load(used, used + Shape::kBytesA);
     };

@@ -56,15 +56,22 @@ using RowsProductOf =
     Product<TileOf<Element, kPrecision, kTile>, Element, kPrecision, RowOperand, WeightOperand<kMajorB>, RowTiles,
             RowTileScheduler<TileOf<Element, kPrecision, kTile>::kRows, 1>, Epilogue>;
 
+// A GEMM over rows with packed weights, with or without an adapter.
+template <class Element, TileChoice kTile, class Weights, class Epilogue>
+using PackedProductOf =
+    AdaptedProduct<Product<TileOf<Element, Precision::highest, kTile>, Element, Precision::highest, RowOperand, Weights,
+                           RowTiles, RowTileScheduler<TileOf<Element, Precision::highest, kTile>::kRows, 1>, Epilogue>>;
+
 // The GEMM P, with an adapter if kHasAdapter.
 template <bool kHasAdapter, class P>
 using MaybeAdapted = std::conditional_t<kHasAdapter, AdaptedProduct<P>, P>;
 
 // Describes the operands of the adapter. b must be described already; columns: of its matrices, as in matrix_rows().
-template <Major kMajorB, class P>
+template <class P>
 void add_low_rank(P& product, const LowRank& low_rank, int64_t columns, int64_t second_part = 0) {
   if constexpr (kAdapted<P>) {
     using Element = typename P::Element;
+    constexpr Major kMajorB = P::OperandB::kMajor;
     const int64_t matrix = low_rank.shared ? 0 : low_rank.rank * columns;
     product.u.rows = matrix_rows<Element>(low_rank.u, low_rank.rank, 0);
     product.factor = product.b;

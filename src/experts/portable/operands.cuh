@@ -230,12 +230,17 @@ class CopyByMn {
   int32_t left_[2];      // bytes available from there on
 };
 
+// Packed weights (packed_operand.cuh). Their copy is followed by decode(), which a thread calls when its copies have
+// arrived.
+template <class Operand>
+constexpr bool kIsPacked = requires { typename Operand::Format; };
+
 template <class Operand, class Element, int kSides, int kThreads>
 struct CopyOf {
   using type = CopyByMn<Operand, Element, kSides, kThreads>;
 };
 template <class Operand, class Element, int kSides, int kThreads>
-  requires(Operand::kMajor == Major::k)
+  requires(Operand::kMajor == Major::k && !kIsPacked<Operand>)
 struct CopyOf<Operand, Element, kSides, kThreads> {
   using type = CopyByK<Element, kSides, kThreads>;
 };

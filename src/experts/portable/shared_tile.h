@@ -87,6 +87,38 @@ struct CopyPlan<SharedTile<Major::mn, kElementBytes, kSides>, kThreads> {
   }
 };
 
+// How the threads of a CTA copy and decode a k-block of packed weights in 16 bits. A piece is 16 packed bytes,
+// kElements weights along a row in memory, which become kChunks chunks. A thread copies the piece to the place of its
+// first chunk and later replaces it by the decoded chunks, which no other thread touches.
+template <class Tile, int kElements, int kThreads>
+struct PackedPlan;
+
+template <int kSides, int kElements, int kThreads>
+struct PackedPlan<SharedTile<Major::k, 2, kSides>, kElements, kThreads> {
+  static constexpr int kRowElements = kDepthBytes / 2;  // of a k-block
+  static constexpr int kRowPieces = kRowElements / kElements;
+  static constexpr int kRowStep = kThreads / kRowPieces;
+  static constexpr int kPieces = kSides / kRowStep;  // per thread
+  static constexpr int kChunks = kElements * 2 / kChunkBytes;
+  static_assert(kThreads % kRowPieces == 0 && kSides % kRowStep == 0, "each thread decodes as many pieces");
+
+  AB_INLINE static constexpr int row(int thread, int i) { return thread / kRowPieces + i * kRowStep; }
+  AB_INLINE static constexpr int piece(int thread, int /*i*/) { return thread % kRowPieces; }
+};
+
+// A quarter warp has one piece of 8 adjacent rows, whose chunks cover 32 banks; a warp has 4 adjacent pieces of them.
+template <int kSides, int kElements, int kThreads>
+struct PackedPlan<SharedTile<Major::mn, 2, kSides>, kElements, kThreads> {
+  static constexpr int kRowElements = kSides;
+  static constexpr int kRowPieces = kRowElements / kElements;
+  static constexpr int kPieces = kRowPieces / 4;
+  static constexpr int kChunks = kElements * 2 / kChunkBytes;
+  static_assert(kRowPieces % 4 == 0 && kThreads / 32 * 8 == kDepthBytes / 2, "the warps share the rows of a k-block");
+
+  AB_INLINE static constexpr int row(int thread, int /*i*/) { return thread / 32 * 8 + thread % 8; }
+  AB_INLINE static constexpr int piece(int thread, int i) { return thread % 32 / 8 + i * 4; }
+};
+
 // Fragment layout for lane = 4 g + t, in 32-bit words (two 16-bit elements or one 32-bit element):
 //
 //   a[i]  row g + 8 (i % 2), words t + 4 (i / 2) of k

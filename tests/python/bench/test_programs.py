@@ -20,6 +20,7 @@ from benchmarks import __main__ as command  # noqa: E402
 from benchmarks import (  # noqa: E402
     beside,
     c_call,
+    decode,
     layer,
     layer_torch,
     mesh,
@@ -214,7 +215,7 @@ def test_help_has_the_operations_own_options_alone(operation, capsys):
         "experts": {"--shape", "--tokens", "--by", "--precision", "--activation", "--beside"},
         "layer": {"--shape", "--tokens", "--routing", "--by", "--beside"},
         "torch": {"--shape", "--tokens", "--by"},
-        "decode": {"--shape", "--tokens", "--rank", "--weights"},
+        "decode": {"--shape", "--tokens", "--rank", "--weights", "--packed"},
         "host": {"--shape", "--tokens"},
         "lora": {"--shape", "--tokens", "--rank", "--shared"},
         "train_jax": {"--shape", "--tokens", "--by", "--layers", "--seq", "--remat", "--mesh"},
@@ -276,6 +277,23 @@ def test_without_an_operation_each_has_a_process(monkeypatch, capsys):
         for name in ("router", "plan", "dispatch", "experts", "layer")
     ]
     assert None not in [process.returncode for process in busy]
+
+
+def test_each_value_of_packed_has_a_process(monkeypatch, capsys):
+    started = []
+
+    def rows(arguments, variables):
+        started.append((arguments, variables))
+        return [{"layer": 1.0}]
+
+    monkeypatch.setattr(decode, "rows_of_a_process", rows)
+    own = ["--device", "cpu", "--quick", "--shape", TINY, "--weights", "mxfp4", "--rank", "2", *FLOAT32]
+    assert main(["decode", *own, "--packed", "never", "--packed", "by-rows", "--json", "-"]) == 0
+    assert [(set(arguments), variables) for arguments, variables in started] == [
+        ({"decode", *own}, {"ANABRANCH_CUDA_PACKED": value}) for value in ("never", "")
+    ]
+    found = json.loads(capsys.readouterr().out)["rows"]["decode"]
+    assert [row["packed"] for row in found] == ["never", "by-rows"]
 
 
 def test_a_missing_gpu_is_an_error_of_the_process(monkeypatch, capsys):

@@ -90,11 +90,14 @@ struct Backward {
   }
 
   ab_status compute_intermediate(const Device& device, cudaStream_t stream) const {
-    return plain_w_out.for_ranges(unpacked, group_sizes(), device, stream, [&](auto range, void* w) {
-      IntermediateGradient op = intermediate_gradient();
-      op.range = range;
-      op.w_out = Floats(w, s.dtype);
-      return compute_intermediate_gradient(op, device, stream);
+    const PackedIntermediateGradient packed{intermediate_gradient(), plain_w_out.matrices()};
+    return compute_maybe_packed(plain_w_out.is_packed(), packed, device, stream, [&] {
+      return plain_w_out.for_ranges(unpacked, group_sizes(), device, stream, [&](auto range, void* w) {
+        IntermediateGradient op = intermediate_gradient();
+        op.range = range;
+        op.w_out = Floats(w, s.dtype);
+        return compute_intermediate_gradient(op, device, stream);
+      });
     });
   }
 

@@ -52,6 +52,10 @@ ab_status choose_path(const PackedUp& up, const Device& device, PackedPath* path
   return choose(up, up.s.R, up.s.E, few_rows, device, path);
 }
 
+ab_status choose_path(const PackedIntermediateGradient& g, const Device& device, PackedPath* path) {
+  return choose(g, g.s.R, g.s.E, false, device, path);
+}
+
 ab_status choose_path(const PackedRowsProduct& p, const Device& device, PackedPath* path) {
   const bool few_rows = p.transposed && reads_packed(p.R, p.E, p.packed.N, p.packed.C, p.dtype);
   return choose(p, p.R, p.E, few_rows, device, path);

@@ -19,6 +19,7 @@ enum class PackedPath {
 // ANABRANCH_CUDA_PACKED=always in the environment, read once, takes `hopper` for any number of rows; `never` excludes
 // it. Returns AB_UNSUPPORTED if the variable has another value.
 ab_status choose_path(const PackedUp& up, const Device& device, PackedPath* path);
+ab_status choose_path(const PackedIntermediateGradient& gradient, const Device& device, PackedPath* path);
 ab_status choose_path(const PackedRowsProduct& product, const Device& device, PackedPath* path);
 
 }  // namespace anabranch::cuda

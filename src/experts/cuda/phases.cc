@@ -23,6 +23,10 @@ ab_status check_fp8(const Operation& operation, const Device& device) {
                unsupported_reason);
 }
 
+bool any_requested(const IntermediateGradient& g) {
+  return g.dh.data != nullptr || g.weighted_a.data != nullptr || g.dots != nullptr;
+}
+
 }  // namespace
 
 ab_status compute_up(const Up& up, const Device& device, cudaStream_t stream) {
@@ -57,9 +61,12 @@ ab_status compute_packed(const PackedRowsProduct& p, PackedPath path, const Devi
   return p.skips_rest ? ok() : clear_padding(p.map, {p.y, p.dtype}, p.R, p.N, multiprocessors, stream);
 }
 
+ab_status compute_packed(const PackedIntermediateGradient& g, PackedPath, const Device& device, cudaStream_t stream) {
+  return any_requested(g) ? hopper::launch_gemm(g, device.multiprocessors, stream) : ok();
+}
+
 ab_status compute_intermediate_gradient(const IntermediateGradient& g, const Device& device, cudaStream_t stream) {
-  const bool any_requested = g.dh.data != nullptr || g.weighted_a.data != nullptr || g.dots != nullptr;
-  if (!any_requested || g.s.R * g.s.F == 0) return ok();
+  if (!any_requested(g) || g.s.R * g.s.F == 0) return ok();
   const int multiprocessors = device.multiprocessors;
   if (choose_path(g, device).path == Path::portable) return portable::launch_gemm(g, multiprocessors, stream);
   return hopper::launch_gemm(g, hopper::choose_tile(g, multiprocessors), multiprocessors, stream);

@@ -26,6 +26,8 @@ ab_status compute_intermediate_gradient(const IntermediateGradient& gradient, co
 
 // GEMMs that read packed weights as they are. path: not `unpacked`.
 ab_status compute_packed(const PackedUp& up, PackedPath path, const Device& device, cudaStream_t stream);
+ab_status compute_packed(const PackedIntermediateGradient& gradient, PackedPath path, const Device& device,
+                         cudaStream_t stream);
 ab_status compute_packed(const PackedRowsProduct& product, PackedPath path, const Device& device, cudaStream_t stream);
 
 // The GEMM of weights that may be packed, on the path that choose_path() returns. compute_unpacked(): by plain weights.

@@ -24,7 +24,9 @@
 namespace anabranch::cuda::hopper {
 
 // kShuffled: W_out is loaded in shuffled column order. Quantizer: quantises dh if FP8 gradients are requested.
-template <class Element, GateUpLayout kLayout, bool kShuffled, class Quantizer = NoQuantizer>
+// kMayHalveDots: a tile may write two partial sums of <da', a>, one per half of its columns.
+template <class Element, GateUpLayout kLayout, bool kShuffled, class Quantizer = NoQuantizer,
+          bool kMayHalveDots = false>
 struct IntermediateGradientEpilogue {
   static constexpr int kParts = parts_of(kLayout);
   static constexpr bool kInterleaved = kLayout == GateUpLayout::interleaved;
@@ -32,12 +34,13 @@ struct IntermediateGradientEpilogue {
   const Element* h;     // [R, kParts, F], or [R, F, 2]
   Element* dh;          // same shape; may alias h; or nullptr
   Element* weighted_a;  // [R, F], or nullptr
-  float* dots;          // [column tiles, R]: partial sum of <da', a> per tile; or nullptr
+  float* dots;          // [column tiles * sums per tile, R]: partial sums of <da', a>; or nullptr
   RowWeights weights;
   int32_t columns;  // F
   int32_t R;
   Activation activation;
-  Quantizer quantizer;  // occupies space even if empty: host and device disagree on [[no_unique_address]]
+  int32_t sums_per_tile;  // 1, or with kMayHalveDots 2: partial sums of <da', a>
+  Quantizer quantizer;    // occupies space even if empty: host and device disagree on [[no_unique_address]]
 
   template <class Shape>
   static constexpr bool kNeedsRegisters = !kShuffled;
@@ -113,7 +116,8 @@ struct IntermediateGradientEpilogue {
                         {places.is_in_bounds(0, column), places.is_in_bounds(1, column)});
       }
     }
-    if (dots != nullptr) write_dots<Shape>(tile, row, {0.0f, 0.0f}, {false, false});
+    if (dots == nullptr) return;
+    for (int i = 0; i < num_sums(); ++i) write_dots<Shape>(tile, row, i, {0.0f, 0.0f}, {false, false});
   }
 
  private:
@@ -171,6 +175,8 @@ struct IntermediateGradientEpilogue {
     // Forces the compiler to recompute addresses: holding all of them would exceed the registers.
     __device__ __forceinline__ void forget() { asm volatile("" : "+l"(first)); }
   };
+
+  __device__ __forceinline__ int num_sums() const { return kMayHalveDots ? sums_per_tile : 1; }
 
   static __device__ int32_t row_of(const Tile& tile, int row, int half) {
     return tile.row + row + half * 8 + lane_index() / 4;
@@ -236,6 +242,12 @@ struct IntermediateGradientEpilogue {
                                 acc + block * kBlock / 2);
         }
       }
+      if constexpr (kMayHalveDots) {
+        if (block == kBlocks / 2 - 1 && num_sums() == 2) {
+          if (dots != nullptr) write_dots<Shape>(tile, row, 0, dot, rows.real);
+          dot[0] = dot[1] = 0.0f;
+        }
+      }
       if constexpr (kQuantizes) {
         if (block % (kScaled / kBlock) != kScaled / kBlock - 1) continue;
         const int column = (block + 1) * kBlock - kScaled;
@@ -243,7 +255,7 @@ struct IntermediateGradientEpilogue {
                         {places.is_in_bounds(0, column), places.is_in_bounds(1, column)});
       }
     }
-    if (dots != nullptr) write_dots<Shape>(tile, row, dot, rows.real);
+    if (dots != nullptr) write_dots<Shape>(tile, row, num_sums() - 1, dot, rows.real);
   }
 
   // Computes and stores 8 columns of a row. acc: 4 pairs of adjacent columns, at a stride of 4.
@@ -318,9 +330,10 @@ struct IntermediateGradientEpilogue {
     return {weighted * at.by_gate, weighted * at.by_up, weight * at.value};
   }
 
-  // Writes the partial sums of <da', a> over this tile's columns.
+  // Writes the partial sums of <da', a> over this tile's columns, or over the i-th half of them.
   template <class Shape>
-  __device__ void write_dots(const Tile& tile, int row, const float (&dot)[2], const bool (&real)[2]) const {
+  __device__ void write_dots(const Tile& tile, int row, int i, const float (&dot)[2], const bool (&real)[2]) const {
+    if (kMayHalveDots && i > 0 && tile.column + Shape::kColumns / 2 >= columns) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float sum = real[half] ? dot[half] : 0.0f;
@@ -328,7 +341,7 @@ struct IntermediateGradientEpilogue {
       sum += __shfl_xor_sync(kAllLanes, sum, 2);
       const int32_t at = row_of(tile, row, half);
       if (lane_index() % 4 == 0 && at < tile.end_row) {
-        dots[static_cast<int64_t>(tile.column / Shape::kColumns) * R + at] = sum;
+        dots[static_cast<int64_t>(tile.column / Shape::kColumns * num_sums() + i) * R + at] = sum;
       }
     }
   }

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "anabranch/types.h"
+#include "experts/cuda/ops/intermediate_gradient.h"
 #include "experts/cuda/ops/rows_product.h"
 #include "experts/cuda/ops/up.h"
 
@@ -20,9 +21,13 @@ struct PackedMatrices {
   int64_t C = 0;
 };
 
-// Phases whose weights are packed; `w_in` or `w` is not read. The columns of a RowsProduct begin with first_column.
+// Phases whose weights are packed; `w_in`, `w_out` or `w` is not read. The columns of a RowsProduct begin with
+// first_column.
 struct PackedUp : Up {
   PackedMatrices packed;
+};
+struct PackedIntermediateGradient : IntermediateGradient {
+  PackedMatrices packed;  // [E, D, F]
 };
 struct PackedRowsProduct : RowsProduct {
   PackedMatrices packed;

@@ -113,7 +113,7 @@ class TiledNetwork {
     slots.map = map_;
     slots.group_sizes = sizes_;
     slots.dots = gradient.dots;
-    slots.parts = cuda::hopper::num_dot_parts(gradient, tile_);
+    slots.parts = cuda::hopper::num_dot_parts(gradient);
     slots.d_y = d_out;
     slots.b_out = b_out_;
     slots.d_weights = static_cast<float*>(on_device(net_.d_weights).data);

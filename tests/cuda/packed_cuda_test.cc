@@ -316,8 +316,8 @@ TEST_F(PackedCuda, LargerThanTiles) {
   }
 }
 
-// The intermediate gradient of plain weights has tiles of 256 columns here, and of 128 in the test above. Partial sums
-// of d_weights are those of its tiles. With T = 0 rows are not gathered.
+// The intermediate gradient of plain weights has tiles of 256 columns here, and of 128 in the test above. With T = 0
+// rows are not gathered.
 TEST_F(PackedCuda, LargerTilesOfPlainWeights) {
   for (const bool fp8 : {false, true}) {
     LoraCase l = case_of(AB_BFLOAT16, kPfd, 1152, 1280, {5000, 0, 3700});

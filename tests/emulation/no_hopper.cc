@@ -23,7 +23,7 @@ TileChoice choose_tile(const Up&, int) { return {}; }
 TileChoice choose_tile(const RowsProduct&, int) { return {}; }
 TileChoice choose_tile(const IntermediateGradient&, int) { return {}; }
 TileChoice choose_tile(const WeightGradient&, int) { return {}; }
-int64_t num_dot_parts(const IntermediateGradient&, TileChoice) { return 0; }
+int64_t num_dot_parts(const IntermediateGradient&) { return 0; }
 ab_status launch_gemm(const Up&, TileChoice, int, cudaStream_t) { return refused(); }
 ab_status launch_gemm(const RowsProduct&, TileChoice, int, cudaStream_t) { return refused(); }
 ab_status launch_gemm(const IntermediateGradient&, TileChoice, int, cudaStream_t) { return refused(); }

@@ -74,7 +74,7 @@ ab_status compute_intermediate_gradient(const IntermediateGradient& g, const Dev
 
 int64_t dot_parts(const IntermediateGradient& g, const Device& device) {
   if (choose_path(g, device).path == Path::portable) return portable::num_dot_parts(g);
-  return hopper::num_dot_parts(g, hopper::choose_tile(g, device.multiprocessors));
+  return hopper::num_dot_parts(g);
 }
 
 ab_status compute_weight_gradient(const WeightGradient& g, void* workspace, const Device& device, cudaStream_t stream) {

@@ -27,9 +27,9 @@ inline ab_status prepare_intermediate_gradient_weights(const IntermediateGradien
 }
 
 // Sets all fields but the quantiser.
-template <class Element, GateUpLayout kLayout, bool kShuffled, class Quantizer, bool kMayHalveDots>
+template <class Element, GateUpLayout kLayout, bool kShuffled, class Quantizer>
 void prepare_epilogue(const IntermediateGradient& g,
-                      IntermediateGradientEpilogue<Element, kLayout, kShuffled, Quantizer, kMayHalveDots>* out) {
+                      IntermediateGradientEpilogue<Element, kLayout, kShuffled, Quantizer>* out) {
   out->h = static_cast<const Element*>(g.h.data);
   out->dh = static_cast<Element*>(g.dh.data);
   out->weighted_a = static_cast<Element*>(g.weighted_a.data);
@@ -38,7 +38,6 @@ void prepare_epilogue(const IntermediateGradient& g,
   out->columns = static_cast<int32_t>(g.s.F);
   out->R = static_cast<int32_t>(g.s.R);
   out->activation = g.activation;
-  out->sums_per_tile = 1;
 }
 
 // MainWeights: the operand of W_out; adapters are never packed.
@@ -49,7 +48,7 @@ ab_status launch_intermediate_gradient(const Operation& g, int multiprocessors, 
   using Weights = IntermediateGradientWeights<kMajor>;
   Product<Shape, Element, OperandA, OperandOfTiles<Tiles, MainWeights, Weights>, Tiles,
           RowTileScheduler<Shape::kRows, Shape::kColumns, Shape::kBlocks, Tiles>,
-          IntermediateGradientEpilogue<Element, kLayout, kMajor == Major::k, NoQuantizer, MainWeights::kPacked>>
+          IntermediateGradientEpilogue<Element, kLayout, kMajor == Major::k>>
       product;
   AB_RETURN_IF_ERROR(prepare_rows<Shape::kRows>("d_out", g.d_y, g.map, s.D, &product.a));
   AB_RETURN_IF_ERROR(prepare_intermediate_gradient_weights(g, static_cast<MainWeights*>(&product.b)));
@@ -67,11 +66,6 @@ ab_status launch_intermediate_gradient(const Operation& g, int multiprocessors, 
   product.tiles = {groups_of(g.group_sizes, s.E, s.R, g.range), static_cast<int32_t>(s.D),
                    static_cast<int32_t>(ceil_div(s.F, Shape::kColumns)), g.skips_rest};
   if constexpr (std::is_same_v<Tiles, PartOfRowTiles>) product.tiles.part = g.part;
-  if constexpr (MainWeights::kPacked) {
-    // Partial sums as with plain weights, whose tiles may have half as many columns: d_weights gets the same bits.
-    const int64_t sums = num_dot_parts(g, choose_tile(g, multiprocessors));
-    product.epilogue.sums_per_tile = sums > product.tiles.column_tiles ? 2 : 1;
-  }
   const int64_t tiles = max_group_row_tiles(s.R, s.E, Shape::kRows) * product.tiles.column_tiles;
   return launch_product("intermediate gradient", product, tiles, multiprocessors, stream);
 }

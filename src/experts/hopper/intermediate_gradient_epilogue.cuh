@@ -20,13 +20,12 @@
 #include "experts/hopper/quads.cuh"
 #include "experts/hopper/row_weights.cuh"
 #include "experts/hopper/subtile_writer.cuh"
+#include "experts/hopper/tile_choice.h"
 
 namespace anabranch::cuda::hopper {
 
 // kShuffled: W_out is loaded in shuffled column order. Quantizer: quantises dh if FP8 gradients are requested.
-// kMayHalveDots: a tile may write two partial sums of <da', a>, one per half of its columns.
-template <class Element, GateUpLayout kLayout, bool kShuffled, class Quantizer = NoQuantizer,
-          bool kMayHalveDots = false>
+template <class Element, GateUpLayout kLayout, bool kShuffled, class Quantizer = NoQuantizer>
 struct IntermediateGradientEpilogue {
   static constexpr int kParts = parts_of(kLayout);
   static constexpr bool kInterleaved = kLayout == GateUpLayout::interleaved;
@@ -34,13 +33,12 @@ struct IntermediateGradientEpilogue {
   const Element* h;     // [R, kParts, F], or [R, F, 2]
   Element* dh;          // same shape; may alias h; or nullptr
   Element* weighted_a;  // [R, F], or nullptr
-  float* dots;          // [column tiles * sums per tile, R]: partial sums of <da', a>; or nullptr
+  float* dots;          // [F / kSumColumns, R]: partial sums of <da', a>; or nullptr
   RowWeights weights;
   int32_t columns;  // F
   int32_t R;
   Activation activation;
-  int32_t sums_per_tile;  // 1, or with kMayHalveDots 2: partial sums of <da', a>
-  Quantizer quantizer;    // occupies space even if empty: host and device disagree on [[no_unique_address]]
+  Quantizer quantizer;  // occupies space even if empty: host and device disagree on [[no_unique_address]]
 
   template <class Shape>
   static constexpr bool kNeedsRegisters = !kShuffled;
@@ -117,7 +115,10 @@ struct IntermediateGradientEpilogue {
       }
     }
     if (dots == nullptr) return;
-    for (int i = 0; i < num_sums(); ++i) write_dots<Shape>(tile, row, i, {0.0f, 0.0f}, {false, false});
+#pragma unroll 1
+    for (int column = 0; column < Shape::kColumns && tile.column + column < columns; column += kSumColumns<Shape>) {
+      write_dots<Shape>(tile, row, column, {0.0f, 0.0f}, {false, false});
+    }
   }
 
  private:
@@ -125,6 +126,11 @@ struct IntermediateGradientEpilogue {
 
   static constexpr bool kQuantizes = !std::is_same_v<Quantizer, NoQuantizer>;
   static constexpr int kScaled = 128;  // columns that share a scale
+
+  // Columns of a partial sum of <da', a>. With 16-bit operands tiles have 128 or 256 columns, and sums do not depend on
+  // the choice.
+  template <class Shape>
+  static constexpr int kSumColumns = kQuantizes ? Shape::kColumns : kDotColumns;
 
   static constexpr int kBlock = 32;  // 8 columns per lane
   static constexpr int kPrefetchedBlocks = 2;
@@ -175,8 +181,6 @@ struct IntermediateGradientEpilogue {
     // Forces the compiler to recompute addresses: holding all of them would exceed the registers.
     __device__ __forceinline__ void forget() { asm volatile("" : "+l"(first)); }
   };
-
-  __device__ __forceinline__ int num_sums() const { return kMayHalveDots ? sums_per_tile : 1; }
 
   static __device__ int32_t row_of(const Tile& tile, int row, int half) {
     return tile.row + row + half * 8 + lane_index() / 4;
@@ -242,20 +246,20 @@ struct IntermediateGradientEpilogue {
                                 acc + block * kBlock / 2);
         }
       }
-      if constexpr (kMayHalveDots) {
-        if (block == kBlocks / 2 - 1 && num_sums() == 2) {
-          if (dots != nullptr) write_dots<Shape>(tile, row, 0, dot, rows.real);
-          dot[0] = dot[1] = 0.0f;
+      if constexpr (kQuantizes) {
+        if (block % (kScaled / kBlock) == kScaled / kBlock - 1) {
+          const int column = (block + 1) * kBlock - kScaled;
+          quantizer.write(acc + column / 2, row_of(tile, row, 0), tile.column + column,
+                          {places.is_in_bounds(0, column), places.is_in_bounds(1, column)});
         }
       }
-      if constexpr (kQuantizes) {
-        if (block % (kScaled / kBlock) != kScaled / kBlock - 1) continue;
-        const int column = (block + 1) * kBlock - kScaled;
-        quantizer.write(acc + column / 2, row_of(tile, row, 0), tile.column + column,
-                        {places.is_in_bounds(0, column), places.is_in_bounds(1, column)});
+      const int sum_column = (block + 1) * kBlock - kSumColumns<Shape>;
+      // Resetting the sums within this branch saves registers.
+      if (sum_column % kSumColumns<Shape> == 0 && tile.column + sum_column < columns) {
+        if (dots != nullptr) write_dots<Shape>(tile, row, sum_column, dot, rows.real);
+        dot[0] = dot[1] = 0.0f;
       }
     }
-    if (dots != nullptr) write_dots<Shape>(tile, row, num_sums() - 1, dot, rows.real);
   }
 
   // Computes and stores 8 columns of a row. acc: 4 pairs of adjacent columns, at a stride of 4.
@@ -330,10 +334,10 @@ struct IntermediateGradientEpilogue {
     return {weighted * at.by_gate, weighted * at.by_up, weight * at.value};
   }
 
-  // Writes the partial sums of <da', a> over this tile's columns, or over the i-th half of them.
+  // Writes the partial sums of <da', a> over kSumColumns columns of the tile, from `column` on.
   template <class Shape>
-  __device__ void write_dots(const Tile& tile, int row, int i, const float (&dot)[2], const bool (&real)[2]) const {
-    if (kMayHalveDots && i > 0 && tile.column + Shape::kColumns / 2 >= columns) return;
+  __device__ void write_dots(const Tile& tile, int row, int column, const float (&dot)[2],
+                             const bool (&real)[2]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float sum = real[half] ? dot[half] : 0.0f;
@@ -341,7 +345,7 @@ struct IntermediateGradientEpilogue {
       sum += __shfl_xor_sync(kAllLanes, sum, 2);
       const int32_t at = row_of(tile, row, half);
       if (lane_index() % 4 == 0 && at < tile.end_row) {
-        dots[static_cast<int64_t>(tile.column / Shape::kColumns * num_sums() + i) * R + at] = sum;
+        dots[static_cast<int64_t>((tile.column + column) / kSumColumns<Shape>) * R + at] = sum;
       }
     }
   }

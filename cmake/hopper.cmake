@@ -38,6 +38,8 @@ endforeach()
 foreach(arguments "Mxfp4, GateUpLayout::gated" "Mxfp4, GateUpLayout::interleaved" "Fp8Blocks, GateUpLayout::gated")
   string(MAKE_C_IDENTIFIER "${arguments}" name)
   anabranch_add_instance(hopper packed_up_${name} packed_up "launch_packed_up<${arguments}>" "const PackedUp&")
+  anabranch_add_instance(hopper packed_intermediate_gradient_${name} packed_intermediate_gradient
+                            "launch_packed_intermediate_gradient<${arguments}>" "const PackedIntermediateGradient&")
 endforeach()
 foreach(format Mxfp4 Fp8Blocks)
   foreach(major mn k)

@@ -42,9 +42,10 @@ struct PackedTensor {
         values({M * N * (is_fp4() ? C / 2 : C)}),
         byte_scales({has_byte_scales() ? num_scales() : 0}, dtype_of_scales) {
     std::mt19937 random(seed);
-    std::uniform_int_distribution<int> byte(0, 255);
+    uint32_t four_bytes = 0;
     for (int64_t i = 0; i < values.size(); ++i) {
-      values[i] = static_cast<uint8_t>(byte(random));
+      four_bytes = i % 4 == 0 ? static_cast<uint32_t>(random()) : four_bytes >> 8;
+      values[i] = static_cast<uint8_t>(four_bytes);
       if (!is_fp4() && (values[i] & 0x7f) >= 0x70) values[i] = static_cast<uint8_t>(values[i] - 0x30);  // no NaN
     }
     std::uniform_int_distribution<int> exponent(119, 122);

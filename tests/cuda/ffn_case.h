@@ -33,8 +33,10 @@ struct FfnCase {
   bool accumulate = false;  // accumulate the gradients of weights, in float32
   int layout = 0;           // index into kLayouts
   int32_t precision = AB_PRECISION_HIGHEST;
+  bool has_weights = true;  // false: W_in, W_out and their gradients are empty
 
   int64_t E() const { return static_cast<int64_t>(sizes.size()); }
+  int64_t matrices() const { return has_weights ? E() : 0; }
   bool by_slot() const { return K > 0; }
 };
 
@@ -108,9 +110,9 @@ struct Network {
         sizes({c.E()}, c.sizes),
         slots({c.R}),
         x({source_rows(), c.D}, c.dtype),
-        w_in({c.E(), c.D, c.P, c.F}, c.dtype),
+        w_in({c.matrices(), c.D, c.P, c.F}, c.dtype),
         b_in({c.E(), c.P, c.F}, c.dtype),
-        w_out({c.E(), c.F, c.D}, c.dtype),
+        w_out({c.matrices(), c.F, c.D}, c.dtype),
         b_out({c.E(), c.D}, c.dtype),
         weights(slot_shape(), c.weights),
         saved_h({c.R, c.P, c.F}, c.dtype),
@@ -119,9 +121,9 @@ struct Network {
         h({c.R, c.P, c.F}, c.dtype),
         dh({c.R, c.P, c.F}, c.dtype),
         dx_rows({c.R, c.D}, c.dtype),
-        d_w_in({c.E(), c.D, c.P, c.F}, c.accumulate ? AB_FLOAT32 : c.dtype),
+        d_w_in({c.matrices(), c.D, c.P, c.F}, c.accumulate ? AB_FLOAT32 : c.dtype),
         d_b_in({c.E(), c.P, c.F}, c.dtype),
-        d_w_out({c.E(), c.F, c.D}, c.accumulate ? AB_FLOAT32 : c.dtype),
+        d_w_out({c.matrices(), c.F, c.D}, c.accumulate ? AB_FLOAT32 : c.dtype),
         d_b_out({c.E(), c.D}, c.dtype),
         d_weights(slot_shape(), AB_FLOAT32),
         w_in_view(w_in.view(), layout().in),

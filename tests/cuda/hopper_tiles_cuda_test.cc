@@ -113,7 +113,7 @@ class TiledNetwork {
     slots.map = map_;
     slots.group_sizes = sizes_;
     slots.dots = gradient.dots;
-    slots.parts = cuda::hopper::num_dot_parts(gradient, tile_);
+    slots.parts = cuda::hopper::num_dot_parts(gradient);
     slots.d_y = d_out;
     slots.b_out = b_out_;
     slots.d_weights = static_cast<float*>(on_device(net_.d_weights).data);
@@ -203,6 +203,20 @@ struct PackedCase {
     up.packed = {memory, memory, weights, AB_FLOAT32, P * 512, 256};
     return chosen(up);
   }
+  cuda::PackedPath of_intermediate_gradient() const {
+    alignas(16) static uint8_t memory[16];
+    cuda::PackedIntermediateGradient gradient;
+    gradient.s.R = gradient.s.T = R;
+    gradient.s.E = 16;
+    gradient.s.D = 256;
+    gradient.s.P = P;
+    gradient.s.F = 512;
+    gradient.s.dtype = dtype;
+    gradient.s.layout = {true, interleaved, true};
+    gradient.d_y = gradient.h = gradient.dh = Floats(memory, dtype);
+    gradient.packed = {memory, memory, weights, AB_FLOAT32, 256, 512};
+    return chosen(gradient);
+  }
   // transposed: down, whose sum is along the rows in memory; else d_x.
   cuda::PackedPath of_rows(bool transposed, bool weighted = false) const {
     alignas(16) static uint8_t memory[16];
@@ -238,11 +252,18 @@ TEST(PackedPaths, DependOnRowsLayoutAndDtype) {
     EXPECT_EQ((PackedCase{.dtype = AB_FLOAT16, .weights = weights}.of_up()), PackedPath::unpacked);
     EXPECT_EQ((PackedCase{.dtype = AB_FLOAT16, .weights = weights}.of_rows(true)), PackedPath::unpacked);
     EXPECT_EQ((PackedCase{.weights = weights}.of_rows(true, true)), PackedPath::unpacked);
+    EXPECT_EQ((PackedCase{.weights = weights}.of_intermediate_gradient()), PackedPath::hopper);
+    EXPECT_EQ((PackedCase{.weights = weights, .P = 1}.of_intermediate_gradient()), PackedPath::unpacked);
+    EXPECT_EQ((PackedCase{.dtype = AB_FLOAT16, .weights = weights}.of_intermediate_gradient()), PackedPath::unpacked);
+    EXPECT_EQ((PackedCase{.weights = weights, .R = 16}.of_intermediate_gradient()), PackedPath::unpacked);
     EXPECT_EQ((PackedCase{.weights = weights, .R = 16}.of_up()), PackedPath::few_rows);
     EXPECT_EQ((PackedCase{.weights = weights, .R = 16}.of_rows(true)), PackedPath::few_rows);
   }
   EXPECT_EQ((PackedCase{.interleaved = true}.of_up()), PackedPath::hopper);
   EXPECT_EQ((PackedCase{.weights = AB_FLOAT8_E4M3, .interleaved = true}.of_up()), PackedPath::unpacked);
+  EXPECT_EQ((PackedCase{.interleaved = true}.of_intermediate_gradient()), PackedPath::hopper);
+  EXPECT_EQ((PackedCase{.weights = AB_FLOAT8_E4M3, .interleaved = true}.of_intermediate_gradient()),
+            PackedPath::unpacked);
   EXPECT_EQ((PackedCase{.first_column = 64}.of_rows(true)), PackedPath::hopper);
   EXPECT_EQ((PackedCase{.weights = AB_FLOAT8_E4M3, .first_column = 64}.of_rows(true)), PackedPath::unpacked);
   EXPECT_EQ((PackedCase{.first_column = 32}.of_rows(false)), PackedPath::hopper);

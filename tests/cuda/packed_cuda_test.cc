@@ -223,11 +223,47 @@ TEST_F(PackedCuda, FewRowsAtAnyAddressAndRank) {
   }
 }
 
+// The combined GEMM of packed weights has the bits of that of their values. transposed: it sums over C. Row r belongs
+// to assignment r of T tokens.
+void check_combined_gemm(const PackedTensor& packed, bool transposed, const FloatTensor& x, int64_t T,
+                         const std::vector<int32_t>& rows_of_experts) {
+  using A = ab_grouped_matmul_combine_args;
+  const bool fp4 = packed.is_fp4();
+  const int64_t E = packed.M;
+  const int64_t R = x.view()->shape[0];
+  const int64_t columns = transposed ? packed.N : packed.C;
+  FloatTensor plain({E, packed.N, packed.C}, x.dtype()), got({T, columns}, x.dtype()), want({T, columns}, x.dtype());
+  PackedNetwork::fill(packed, &plain);
+  std::vector<int32_t> slots(static_cast<size_t>(R));
+  std::iota(slots.begin(), slots.end(), 0);
+  const Tensor<int32_t> slot_of_row({R}, slots), row_of_slot({T, R / T}, slots), sizes({E}, rows_of_experts);
+  int64_t strides[2][AB_MAX_RANK] = {};
+  const ab_tensor w = packed.view({E, packed.N, packed.C}, {0, 1, 2}, strides[0]);
+  const ab_tensor scales = packed.scales_view({E, fp4 ? packed.N : packed.N / kBlock, packed.C / (fp4 ? 32 : kBlock)},
+                                              {0, 1, 2}, strides[1]);
+  A args{};
+  args.size = sizeof(args);
+  args.transpose_w = transposed ? 1 : 0;
+  args.x = x.view();
+  args.group_sizes = sizes.view();
+  args.slot_of_row = slot_of_row.view();
+  args.row_of_slot = row_of_slot.view();
+  const auto run = [&](const ab_tensor* weights, const ab_tensor* block_scales, const ab_tensor* out) {
+    args.w = weights;
+    args.w_block_scales = block_scales;
+    args.out = out;
+    run_on_copies(ab_cuda_grouped_matmul_combine_workspace, ab_cuda_grouped_matmul_combine, args, &A::x, &A::w,
+                  &A::group_sizes, &A::slot_of_row, &A::row_of_slot, &A::out, &A::w_block_scales);
+  };
+  run(plain.view(), nullptr, want.view());
+  run(&w, &scales, got.view());
+  EXPECT_TRUE(got.is(want)) << x.dtype() << " " << packed.dtype << " " << transposed;
+}
+
 // Rows of x are unit vectors, so results are the unpacked values, and NaN where the terms of a sum have NaN or
 // infinity. transposed: the GEMM sums along the rows of the weights in memory.
 void unpack_every_code_and_scale(const std::vector<int32_t>& dtypes, const std::vector<int32_t>& rows_of_experts,
                                  bool transposed = true) {
-  using A = ab_grouped_matmul_combine_args;
   const auto E = static_cast<int64_t>(rows_of_experts.size());
   const int64_t rows = std::accumulate(rows_of_experts.begin(), rows_of_experts.end(), int64_t{0});
   for (const int32_t dtype : dtypes) {
@@ -240,35 +276,9 @@ void unpack_every_code_and_scale(const std::vector<int32_t>& dtypes, const std::
         packed.byte_scales[i] = static_cast<uint8_t>(fp4 ? i * 5 : 120 + i);
       }
       const int64_t length = transposed ? C : N;  // of sums
-      const int64_t columns = transposed ? N : C;
-      FloatTensor plain({E, N, C}, dtype), x({rows, length}, dtype), out({rows, columns}, dtype),
-          want({rows, columns}, dtype);
-      PackedNetwork::fill(packed, &plain);
+      FloatTensor x({rows, length}, dtype);
       for (int64_t r = 0; r < rows; ++r) x.set(r * length + r * 37 % length, 1.0f);
-      std::vector<int32_t> slots(static_cast<size_t>(rows));
-      std::iota(slots.begin(), slots.end(), 0);
-      const Tensor<int32_t> slot_of_row({rows}, slots), row_of_slot({rows, 1}, slots), sizes({E}, rows_of_experts);
-      int64_t strides[2][AB_MAX_RANK] = {};
-      const ab_tensor w = packed.view({E, N, C}, {0, 1, 2}, strides[0]);
-      const ab_tensor scales =
-          packed.scales_view({E, fp4 ? N : N / kBlock, C / (fp4 ? 32 : kBlock)}, {0, 1, 2}, strides[1]);
-      A args{};
-      args.size = sizeof(args);
-      args.transpose_w = transposed ? 1 : 0;
-      args.x = x.view();
-      args.group_sizes = sizes.view();
-      args.slot_of_row = slot_of_row.view();
-      args.row_of_slot = row_of_slot.view();
-      const auto run = [&](const ab_tensor* weights, const ab_tensor* block_scales, const ab_tensor* result) {
-        args.w = weights;
-        args.w_block_scales = block_scales;
-        args.out = result;
-        run_on_copies(ab_cuda_grouped_matmul_combine_workspace, ab_cuda_grouped_matmul_combine, args, &A::x, &A::w,
-                      &A::group_sizes, &A::slot_of_row, &A::row_of_slot, &A::out, &A::w_block_scales);
-      };
-      run(plain.view(), nullptr, want.view());
-      run(&w, &scales, out.view());
-      EXPECT_TRUE(out.is(want)) << dtype << " " << kind;
+      check_combined_gemm(packed, transposed, x, rows, rows_of_experts);
     }
   }
 }
@@ -329,55 +339,121 @@ TEST_F(PackedCuda, LargerThanTilesInFloat16) {
   }
 }
 
-// Several ranges of experts on a GPU, too.
+// The intermediate gradient of plain weights has tiles of 256 columns here, and of 128 in the test above. With T = 0
+// rows are not gathered.
+TEST_F(PackedCuda, LargerTilesOfPlainWeights) {
+  for (const bool fp8 : {false, true}) {
+    LoraCase l = case_of(AB_BFLOAT16, kPfd, 1152, 1280, {5000, 0, 3700});
+    l.c.R = 8800;
+    l.c.T = fp8 ? 3000 : 0;
+    l.c.K = fp8 ? 3 : 0;
+    check(l, fp8 ? kFp8 : Kinds{});
+  }
+}
+
+// A device copy of packed weights, and their values in another dtype.
+class DeviceWeights {
+ public:
+  DeviceWeights(const PackedTensor& packed, int32_t dtype, const std::vector<int64_t>& shape,
+                const std::vector<int64_t>& scales_shape, const std::vector<int>& order)
+      : values_(packed.view(shape, {order.begin(), order.end()}, strides_[0])),
+        scales_(packed.scales_view(scales_shape, {order.begin(), order.end()}, strides_[1])),
+        packed_(mirrors_.add(&values_)),
+        packed_scales_(mirrors_.add(&scales_)) {
+    ab_tensor plain = values_;
+    plain.dtype = dtype;
+    EXPECT_CUDA(cudaMalloc(&memory_, static_cast<size_t>(bytes_of(plain))));
+    plain.data = memory_;
+    plain_ = std::make_unique<Ordered>(&plain, order);
+    // The same memory as matrices [M, N, C].
+    int64_t strides[2][AB_MAX_RANK] = {};
+    const bool fp4 = packed.is_fp4();
+    ab_tensor from = packed.view({packed.M, packed.N, packed.C}, {0, 1, 2}, strides[0]);
+    ab_tensor from_scales = packed.scales_view(
+        {packed.M, fp4 ? packed.N : packed.N / kBlock, packed.C / (fp4 ? 32 : kBlock)}, {0, 1, 2}, strides[1]);
+    ab_tensor to = from;
+    from.data = packed_->data;
+    from_scales.data = packed_scales_->data;
+    to.data = memory_;
+    to.dtype = dtype;
+    const ab_unpack_args args{sizeof(args), &from, &from_scales, &to};
+    EXPECT_OK(ab_cuda_unpack(&args, nullptr));
+  }
+  ~DeviceWeights() { cudaFree(memory_); }
+  DeviceWeights(const DeviceWeights&) = delete;
+  DeviceWeights& operator=(const DeviceWeights&) = delete;
+
+  const ab_tensor* packed() const { return packed_; }
+  const ab_tensor* scales() const { return packed_scales_; }
+  const ab_tensor* plain() const { return plain_->view(); }
+
+ private:
+  int64_t strides_[2][AB_MAX_RANK] = {};
+  ab_tensor values_, scales_;
+  Mirrors mirrors_;
+  const ab_tensor* packed_;
+  const ab_tensor* packed_scales_;
+  void* memory_ = nullptr;
+  std::unique_ptr<Ordered> plain_;
+};
+
+// W_in and W_out each exceed the scratch memory of a GPU: in float16 they are decoded for several ranges of experts, in
+// bfloat16 Hopper's kernels decode them. Their values stay on the device; the CPU would take a minute to write them.
 TEST_F(PackedCuda, LargeWeights) {
   SKIP_WITHOUT_GIB(8);
-  LoraCase l = case_of(AB_BFLOAT16, kPfd, 4096, 2048, std::vector<int32_t>(24, 40));
-  l.c.R = 1000;
-  l.c.T = 400;
-  check(l, {.w_out = AB_FLOAT8_E4M3, .scales = AB_FLOAT32});
+  const int64_t E = 33, D = 4096, F = 2048;
+  const PackedTensor w_in(E, 2 * F, D, AB_FLOAT4_E2M1X2, AB_FLOAT8_E8M0, 1);
+  const PackedTensor w_out(E, D, F, AB_FLOAT8_E4M3, AB_FLOAT32, 2);
+  std::vector<int32_t> sizes(static_cast<size_t>(E), 45);
+  sizes[3] = sizes[31] = 0;
+  sizes[16] = 1;
+  for (const int32_t dtype : {AB_FLOAT16, AB_BFLOAT16}) {
+    FfnCase c = case_of(dtype, kPfd, D, F, sizes).c;
+    c.R = 1400;
+    c.T = 480;
+    c.has_weights = false;
+    const DeviceWeights in(w_in, dtype, {E, D, 2, F}, {E, D / 32, 2, F}, kLayouts[kPfd].in);
+    const DeviceWeights out(w_out, dtype, {E, F, D}, {E, F / kBlock, D / kBlock}, kLayouts[kPfd].out);
+    const auto run = [&](const Network& net, bool packed) {
+      const auto with_weights = [&](auto args) {
+        args.w_in = packed ? in.packed() : in.plain();
+        args.w_out = packed ? out.packed() : out.plain();
+        args.w_in_block_scales = packed ? in.scales() : nullptr;
+        args.w_out_block_scales = packed ? out.scales() : nullptr;
+        return args;
+      };
+      using A = ab_expert_ffn_forward_args;
+      run_on_copies(ab_cuda_expert_ffn_forward_workspace, ab_cuda_expert_ffn_forward, with_weights(net.forward_args()),
+                    &A::x, &A::slot_of_row, &A::group_sizes, &A::b_in, &A::b_out, &A::weights, &A::y, &A::h);
+      using B = ab_expert_ffn_backward_args;
+      B backward = with_weights(net.backward_args());
+      backward.d_w_in = backward.d_w_out = nullptr;
+      run_on_copies(ab_cuda_expert_ffn_backward_workspace, ab_cuda_expert_ffn_backward, backward, &B::x,
+                    &B::slot_of_row, &B::group_sizes, &B::b_out, &B::weights, &B::h, &B::d_out, &B::dh, &B::dx_rows,
+                    &B::d_b_in, &B::d_b_out, &B::d_weights);
+    };
+    const Network want(c), got(c);
+    run(want, false);
+    run(got, true);
+    SCOPED_TRACE(::testing::Message() << c);
+    got.expect_same_bits(want);
+    for (int64_t r = 0; r < c.R; ++r) {
+      if (want.slot_of(r) < 0) continue;
+      EXPECT_NE(want.y.get(r * D), 0.0f) << r;
+      EXPECT_TRUE(std::isfinite(want.dx_rows.get(r * D))) << r;
+    }
+  }
 }
 
 // Both orientations of a combined GEMM, in one and in several ranges of experts.
 TEST_F(PackedCuda, CombinedGemms) {
-  using A = ab_grouped_matmul_combine_args;
   for (const int32_t dtype : kDtypes) {
     for (const int32_t kind : {AB_FLOAT4_E2M1X2, AB_FLOAT8_E4M3}) {
       for (const bool transposed : {false, true}) {
-        const int64_t E = 5, T = 44, K = 2, R = 88, M = 128, C = 256;
-        const int64_t D = transposed ? C : M;
-        const int64_t N = transposed ? M : C;
-        const PackedTensor packed(E, M, C, kind, AB_FLOAT8_E8M0, 3);
-        FloatTensor plain({E, M, C}, dtype), x({R, D}, dtype), out({T, N}, dtype), want({T, N}, dtype);
-        PackedNetwork::fill(packed, &plain);
+        const PackedTensor packed(5, 128, 256, kind, AB_FLOAT8_E8M0, 3);
+        FloatTensor x({88, transposed ? packed.C : packed.N}, dtype);
         x.fill_normal(4);
-        std::vector<int32_t> slots(static_cast<size_t>(R));
-        std::iota(slots.begin(), slots.end(), 0);
-        const Tensor<int32_t> slot_of_row({R}, slots), row_of_slot({T, K}, slots), sizes({E}, {11, 0, 17, 1, 56});
-        int64_t strides[2][AB_MAX_RANK] = {};
-        const bool fp4 = packed.is_fp4();
-        const ab_tensor w = packed.view({E, M, C}, {0, 1, 2}, strides[0]);
-        const ab_tensor scales =
-            packed.scales_view({E, fp4 ? M : M / kBlock, C / (fp4 ? 32 : kBlock)}, {0, 1, 2}, strides[1]);
-        A args{};
-        args.size = sizeof(args);
-        args.transpose_w = transposed ? 1 : 0;
-        args.x = x.view();
-        args.group_sizes = sizes.view();
-        args.slot_of_row = slot_of_row.view();
-        args.row_of_slot = row_of_slot.view();
-        const auto run = [](const A& given) {
-          run_on_copies(ab_cuda_grouped_matmul_combine_workspace, ab_cuda_grouped_matmul_combine, given, &A::x, &A::w,
-                        &A::group_sizes, &A::slot_of_row, &A::row_of_slot, &A::out, &A::w_block_scales);
-        };
-        args.w = plain.view();
-        args.out = want.view();
-        run(args);
-        args.w = &w;
-        args.w_block_scales = &scales;
-        args.out = out.view();
-        run(args);
-        EXPECT_TRUE(out.is(want)) << dtype << " " << kind << " " << transposed;
+        check_combined_gemm(packed, transposed, x, 44, {11, 0, 17, 1, 56});
       }
     }
   }
@@ -385,40 +461,11 @@ TEST_F(PackedCuda, CombinedGemms) {
 
 // Sums per token in several chunks of columns.
 TEST_F(PackedCuda, LargerChunksOfColumns) {
-  using A = ab_grouped_matmul_combine_args;
-  const int64_t E = 8, T = 2000, K = 2, R = 4000, N = 4096, D = 256;
   for (const int32_t kind : {AB_FLOAT4_E2M1X2, AB_FLOAT8_E4M3}) {
-    const PackedTensor packed(E, N, D, kind, AB_FLOAT8_E8M0, 3);
-    FloatTensor plain({E, N, D}, AB_BFLOAT16), x({R, D}, AB_BFLOAT16), out({T, N}, AB_BFLOAT16),
-        want({T, N}, AB_BFLOAT16);
-    PackedNetwork::fill(packed, &plain);
+    const PackedTensor packed(8, 4096, 256, kind, AB_FLOAT8_E8M0, 3);
+    FloatTensor x({4000, packed.C}, AB_BFLOAT16);
     x.fill_normal(4);
-    std::vector<int32_t> slots(static_cast<size_t>(R));
-    std::iota(slots.begin(), slots.end(), 0);
-    const Tensor<int32_t> slot_of_row({R}, slots), row_of_slot({T, K}, slots),
-        sizes({E}, {900, 0, 700, 1, 299, 600, 500, 1000});
-    int64_t strides[2][AB_MAX_RANK] = {};
-    const bool fp4 = packed.is_fp4();
-    const ab_tensor w = packed.view({E, N, D}, {0, 1, 2}, strides[0]);
-    const ab_tensor scales =
-        packed.scales_view({E, fp4 ? N : N / kBlock, D / (fp4 ? 32 : kBlock)}, {0, 1, 2}, strides[1]);
-    A args{};
-    args.size = sizeof(args);
-    args.transpose_w = 1;
-    args.x = x.view();
-    args.group_sizes = sizes.view();
-    args.slot_of_row = slot_of_row.view();
-    args.row_of_slot = row_of_slot.view();
-    const auto run = [&](const ab_tensor* weights, const ab_tensor* block_scales, const ab_tensor* result) {
-      args.w = weights;
-      args.w_block_scales = block_scales;
-      args.out = result;
-      run_on_copies(ab_cuda_grouped_matmul_combine_workspace, ab_cuda_grouped_matmul_combine, args, &A::x, &A::w,
-                    &A::group_sizes, &A::slot_of_row, &A::row_of_slot, &A::out, &A::w_block_scales);
-    };
-    run(plain.view(), nullptr, want.view());
-    run(&w, &scales, out.view());
-    EXPECT_TRUE(out.is(want)) << kind;
+    check_combined_gemm(packed, true, x, 2000, {900, 0, 700, 1, 299, 600, 500, 1000});
   }
 }
 

@@ -23,7 +23,7 @@ TileChoice choose_tile(const Up&, int) { return {}; }
 TileChoice choose_tile(const RowsProduct&, int) { return {}; }
 TileChoice choose_tile(const IntermediateGradient&, int) { return {}; }
 TileChoice choose_tile(const WeightGradient&, int) { return {}; }
-int64_t num_dot_parts(const IntermediateGradient&, TileChoice) { return 0; }
+int64_t num_dot_parts(const IntermediateGradient&) { return 0; }
 ab_status launch_gemm(const Up&, TileChoice, int, cudaStream_t) { return refused(); }
 ab_status launch_gemm(const RowsProduct&, TileChoice, int, cudaStream_t) { return refused(); }
 ab_status launch_gemm(const IntermediateGradient&, TileChoice, int, cudaStream_t) { return refused(); }
@@ -31,8 +31,10 @@ ab_status launch_gemm(const WeightGradient&, TileChoice, void*, int, cudaStream_
 ab_status launch_gemm(const FactorPair&, void*, int, cudaStream_t) { return refused(); }
 
 const char* unsupported_reason(const PackedUp&) { return kReason; }
+const char* unsupported_reason(const PackedIntermediateGradient&) { return kReason; }
 const char* unsupported_reason(const PackedRowsProduct&) { return kReason; }
 ab_status launch_gemm(const PackedUp&, int, cudaStream_t) { return refused(); }
+ab_status launch_gemm(const PackedIntermediateGradient&, int, cudaStream_t) { return refused(); }
 ab_status launch_gemm(const PackedRowsProduct&, int, cudaStream_t) { return refused(); }
 
 const char* unsupported_reason(const Fp8Up&) { return kReason; }

@@ -14,7 +14,7 @@ namespace {
 // Rows per expert, on average, for which Hopper's producer decodes. With fewer rows GEMMs are bound by memory, and
 // few_rows reads the same bytes in smaller units: with 2 rows a layer takes 229 us (FP8) and 204 (MXFP4) instead of 344
 // and 313 (one H200; D, F, E, K = 2048, 768, 128, 8). With more rows unpacking once takes less time than decoding in
-// every tile of 128 rows. Where exactly is an estimate.
+// every tile of 256 rows. Where exactly is an estimate.
 constexpr int64_t kMinRowsPerExpert = 10;
 constexpr int64_t kMaxRowsPerExpert = 4096;
 
@@ -37,12 +37,6 @@ ab_status read_variable(Use* use) {
   return ok();
 }
 
-template <class Operation>
-const char* hopper_unsupported_reason(const Operation& op) {
-  return hopper::unsupported_reason(op);
-}
-const char* hopper_unsupported_reason(const PackedIntermediateGradient& /*g*/) { return "there is no such kernel"; }
-
 // few_rows: whether these kernels support the GEMM.
 template <class Operation>
 ab_status choose(const Operation& op, int64_t R, int64_t E, bool few_rows, const Device& device, PackedPath* path) {
@@ -56,7 +50,7 @@ ab_status choose(const Operation& op, int64_t R, int64_t E, bool few_rows, const
     return ok();
   }
   const bool by_rows = kMinRowsPerExpert * E <= R && R <= kMaxRowsPerExpert * E;
-  if ((use == Use::always || by_rows) && hopper_unsupported_reason(op) == nullptr) *path = PackedPath::hopper;
+  if ((use == Use::always || by_rows) && hopper::unsupported_reason(op) == nullptr) *path = PackedPath::hopper;
   return ok();
 }
 

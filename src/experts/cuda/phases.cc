@@ -65,8 +65,11 @@ ab_status compute_packed(const PackedRowsProduct& p, PackedPath path, const Devi
   return p.skips_rest ? ok() : clear_padding(p.map, {p.y, p.dtype}, p.R, p.N, multiprocessors, stream);
 }
 
-ab_status compute_packed(const PackedIntermediateGradient& g, PackedPath, const Device& device, cudaStream_t stream) {
-  return any_requested(g) ? portable::launch_gemm(g, device.multiprocessors, stream) : ok();
+ab_status compute_packed(const PackedIntermediateGradient& g, PackedPath path, const Device& device,
+                         cudaStream_t stream) {
+  if (!any_requested(g)) return ok();
+  return path == PackedPath::portable ? portable::launch_gemm(g, device.multiprocessors, stream)
+                                      : hopper::launch_gemm(g, device.multiprocessors, stream);
 }
 
 ab_status compute_intermediate_gradient(const IntermediateGradient& g, const Device& device, cudaStream_t stream) {
@@ -78,7 +81,7 @@ ab_status compute_intermediate_gradient(const IntermediateGradient& g, const Dev
 
 int64_t dot_parts(const IntermediateGradient& g, const Device& device) {
   if (choose_path(g, device).path == Path::portable) return portable::num_dot_parts(g);
-  return hopper::num_dot_parts(g, hopper::choose_tile(g, device.multiprocessors));
+  return hopper::num_dot_parts(g);
 }
 
 ab_status compute_weight_gradient(const WeightGradient& g, void* workspace, const Device& device, cudaStream_t stream) {

@@ -40,16 +40,18 @@ void prepare_epilogue(const IntermediateGradient& g,
   out->activation = g.activation;
 }
 
-template <class Shape, class Element, class OperandA, GateUpLayout kLayout, Major kMajor, class Tiles = RowTiles>
-ab_status launch_intermediate_gradient(const IntermediateGradient& g, int multiprocessors, cudaStream_t stream) {
+// MainWeights: the operand of W_out; adapters are never packed.
+template <class Shape, class Element, class OperandA, GateUpLayout kLayout, Major kMajor, class Tiles = RowTiles,
+          class MainWeights = IntermediateGradientWeights<kMajor>, class Operation = IntermediateGradient>
+ab_status launch_intermediate_gradient(const Operation& g, int multiprocessors, cudaStream_t stream) {
   const FfnSizes& s = g.s;
   using Weights = IntermediateGradientWeights<kMajor>;
-  Product<Shape, Element, OperandA, OperandOfTiles<Tiles, Weights, Weights>, Tiles,
+  Product<Shape, Element, OperandA, OperandOfTiles<Tiles, MainWeights, Weights>, Tiles,
           RowTileScheduler<Shape::kRows, Shape::kColumns, Shape::kBlocks, Tiles>,
           IntermediateGradientEpilogue<Element, kLayout, kMajor == Major::k>>
       product;
   AB_RETURN_IF_ERROR(prepare_rows<Shape::kRows>("d_out", g.d_y, g.map, s.D, &product.a));
-  AB_RETURN_IF_ERROR(prepare_intermediate_gradient_weights(g, static_cast<Weights*>(&product.b)));
+  AB_RETURN_IF_ERROR(prepare_intermediate_gradient_weights(g, static_cast<MainWeights*>(&product.b)));
   if constexpr (std::is_same_v<Tiles, RowTiles>) {
     AB_RETURN_IF_ERROR(
         prepare_low_rank<Shape::kRows>(g.low_rank, g.d_y.dtype, s.E, &product.b, [&](int64_t E, Weights* factor) {

@@ -20,6 +20,7 @@
 #include "experts/hopper/quads.cuh"
 #include "experts/hopper/row_weights.cuh"
 #include "experts/hopper/subtile_writer.cuh"
+#include "experts/hopper/tile_choice.h"
 
 namespace anabranch::cuda::hopper {
 
@@ -32,7 +33,7 @@ struct IntermediateGradientEpilogue {
   const Element* h;     // [R, kParts, F], or [R, F, 2]
   Element* dh;          // same shape; may alias h; or nullptr
   Element* weighted_a;  // [R, F], or nullptr
-  float* dots;          // [column tiles, R]: partial sum of <da', a> per tile; or nullptr
+  float* dots;          // [F / kSumColumns, R]: partial sums of <da', a>; or nullptr
   RowWeights weights;
   int32_t columns;  // F
   int32_t R;
@@ -113,7 +114,11 @@ struct IntermediateGradientEpilogue {
                         {places.is_in_bounds(0, column), places.is_in_bounds(1, column)});
       }
     }
-    if (dots != nullptr) write_dots<Shape>(tile, row, {0.0f, 0.0f}, {false, false});
+    if (dots == nullptr) return;
+#pragma unroll 1
+    for (int column = 0; column < Shape::kColumns && tile.column + column < columns; column += kSumColumns<Shape>) {
+      write_dots<Shape>(tile, row, column, {0.0f, 0.0f}, {false, false});
+    }
   }
 
  private:
@@ -121,6 +126,11 @@ struct IntermediateGradientEpilogue {
 
   static constexpr bool kQuantizes = !std::is_same_v<Quantizer, NoQuantizer>;
   static constexpr int kScaled = 128;  // columns that share a scale
+
+  // Columns of a partial sum of <da', a>. With 16-bit operands tiles have 128 or 256 columns, and sums do not depend on
+  // the choice.
+  template <class Shape>
+  static constexpr int kSumColumns = kQuantizes ? Shape::kColumns : kDotColumns;
 
   static constexpr int kBlock = 32;  // 8 columns per lane
   static constexpr int kPrefetchedBlocks = 2;
@@ -236,13 +246,19 @@ struct IntermediateGradientEpilogue {
         }
       }
       if constexpr (kQuantizes) {
-        if (block % (kScaled / kBlock) != kScaled / kBlock - 1) continue;
-        const int column = (block + 1) * kBlock - kScaled;
-        quantizer.write(acc + column / 2, row_of(tile, row, 0), tile.column + column,
-                        {places.is_in_bounds(0, column), places.is_in_bounds(1, column)});
+        if (block % (kScaled / kBlock) == kScaled / kBlock - 1) {
+          const int column = (block + 1) * kBlock - kScaled;
+          quantizer.write(acc + column / 2, row_of(tile, row, 0), tile.column + column,
+                          {places.is_in_bounds(0, column), places.is_in_bounds(1, column)});
+        }
+      }
+      const int sum_column = (block + 1) * kBlock - kSumColumns<Shape>;
+      // Resetting the sums within this branch saves registers.
+      if (sum_column % kSumColumns<Shape> == 0 && tile.column + sum_column < columns) {
+        if (dots != nullptr) write_dots<Shape>(tile, row, sum_column, dot, rows.real);
+        dot[0] = dot[1] = 0.0f;
       }
     }
-    if (dots != nullptr) write_dots<Shape>(tile, row, dot, rows.real);
   }
 
   // Computes and stores 8 columns of a row. acc: 4 pairs of adjacent columns, at a stride of 4.
@@ -317,9 +333,10 @@ struct IntermediateGradientEpilogue {
     return {weighted * at.by_gate, weighted * at.by_up, weight * at.value};
   }
 
-  // Writes the partial sums of <da', a> over this tile's columns.
+  // Writes the partial sums of <da', a> over kSumColumns columns of the tile, from `column` on.
   template <class Shape>
-  __device__ void write_dots(const Tile& tile, int row, const float (&dot)[2], const bool (&real)[2]) const {
+  __device__ void write_dots(const Tile& tile, int row, int column, const float (&dot)[2],
+                             const bool (&real)[2]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float sum = real[half] ? dot[half] : 0.0f;
@@ -327,7 +344,7 @@ struct IntermediateGradientEpilogue {
       sum += __shfl_xor_sync(kAllLanes, sum, 2);
       const int32_t at = row_of(tile, row, half);
       if (lane_index() % 4 == 0 && at < tile.end_row) {
-        dots[static_cast<int64_t>(tile.column / Shape::kColumns) * R + at] = sum;
+        dots[static_cast<int64_t>((tile.column + column) / kSumColumns<Shape>) * R + at] = sum;
       }
     }
   }

@@ -1,10 +1,10 @@
-// Grouped GEMM for Hopper. One persistent CTA per SM: 1 producer warpgroup, 2 if weights are packed, and 2 consumer
+// Grouped GEMM for Hopper. One persistent CTA per SM: 1 producer warpgroup, or 2 with packed weights, and 2 consumer
 // warpgroups.
 //
 //   producer   warp 0       issues TMA loads
 //              warp 1       runs the tile scheduler, fills the tile queue
 //              all 4 warps  copy gathered rows (cp.async), if an operand is gathered
-//              the second, and the first if it gathers nothing, decode packed weights
+//              all 4 warps  decode packed weights: of two warpgroups the second, and the first if it gathers nothing
 //   consumers               take tiles from the queue, issue wgmma, run the epilogue
 //                           cooperative: both work on one tile; ping-pong: one tile each, alternating
 #pragma once
@@ -85,8 +85,8 @@ class GroupedProduct {
     const int warpgroup = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
     if (warpgroup < Shape::kProducers) {
       give_up_registers<kProducerRegisters>();
-      // Of packed weights, only warpgroups decode that do not gather rows.
-      constexpr Loads kFirstLoads = OperandB::kPacked && OperandA::kGathered ? Loads::a : Loads::both;
+      // Of two producer warpgroups, only those decode that do not gather rows.
+      constexpr Loads kFirstLoads = Shape::kProducers > 1 && OperandA::kGathered ? Loads::a : Loads::both;
       if (warp_index() == 1) {
         schedule_tiles<kFirstLoads>();
       } else if (Shape::kProducers > 1 && warpgroup > 0) {
@@ -103,11 +103,14 @@ class GroupedProduct {
 
  private:
   // Registers per thread after setmaxnreg. Every thread starts with 65536 / kThreads, rounded down to a multiple of 8.
-  // Each of two producer warpgroups gets 48. Single ones for FP8, or that gather, get 56, but gathering ones only if
-  // the epilogue does not need the registers; others get 40.
+  // Each of two producer warpgroups gets 48. A single one that gathers and decodes gets 72. Those for FP8, or that
+  // gather, get 56, but gathering ones only if the epilogue does not need the registers; others get 40.
   static constexpr bool kLargeProducer =
       OperandA::kScaled || (kGathers && !P::Epilogue::template kNeedsRegisters<Shape>);
-  static constexpr int kProducerRegisters = Shape::kProducers == 2 ? 48 : kLargeProducer ? 56 : 40;
+  static constexpr int kProducerRegisters = Shape::kProducers == 2 ? 48
+                                            : OperandB::kPacked    ? 72
+                                            : kLargeProducer       ? 56
+                                                                   : 40;
   static constexpr int kRegisters = 65536 / Shape::kThreads / 8 * 8 * (Shape::kProducers + Shape::kConsumers);
   static constexpr int kConsumerRegisters = (kRegisters - Shape::kProducers * kProducerRegisters) / 16 * 8;
 

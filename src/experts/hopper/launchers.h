@@ -45,6 +45,9 @@ struct Mxfp4;
 struct Fp8Blocks;
 template <class Format, GateUpLayout kLayout>
 ab_status launch_packed_up(const PackedUp& up, int multiprocessors, cudaStream_t stream);
+template <class Format, GateUpLayout kLayout>
+ab_status launch_packed_intermediate_gradient(const PackedIntermediateGradient& gradient, int multiprocessors,
+                                              cudaStream_t stream);
 template <class Format, Major kMajorB>
 ab_status launch_packed_rows_product(const PackedRowsProduct& product, int multiprocessors, cudaStream_t stream);
 

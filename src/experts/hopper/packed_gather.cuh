@@ -145,6 +145,8 @@ class PackedGather : PackedSteps<Format, kLayout, kColumns, kMajor, kDecoders> {
       Steps::kScaleSteps, Steps::kStepRows, Steps::kSteps;
   static constexpr int kStepBytes = kDecoders * 16;  // in shared memory
   static constexpr int kStages = kMemoryBytes / (kSteps * kStepBytes);
+  // Pieces that are loaded to registers before the first is decoded.
+  static constexpr int kEarly = kColumns <= 128 ? kSteps : 1;
 
  public:
   // memory: kMemoryBytes of shared memory. Starts to copy the first k-blocks.
@@ -174,15 +176,15 @@ class PackedGather : PackedSteps<Format, kLayout, kColumns, kMajor, kDecoders> {
   __device__ __forceinline__ void copy(uint32_t to, const Tile& tile, int k_block) {
     prefetch(tile, k_block + kStages - 1, stage_ == 0 ? kStages - 1 : stage_ - 1);
     wait_for_copies<kStages - 1>();
-    uint4 pieces[kSteps];
     const uint32_t slot = slot_ + stage_ * (kSteps * kStepBytes);
+    uint4 pieces[kEarly];
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) pieces[i] = load_shared<uint4>(slot + i * kStepBytes);
+    for (int i = 0; i < kEarly; ++i) pieces[i] = load_shared<uint4>(slot + i * kStepBytes);
     load_scales(k_block + 1);
     if (Format::kAlwaysFast || is_fast_) {
-      decode<true>(to, pieces);
+      decode<true>(to, slot, pieces);
     } else {
-      decode<false>(to, pieces);
+      decode<false>(to, slot, pieces);
     }
     fence_async_proxy();
     if (++stage_ == kStages) stage_ = 0;
@@ -192,12 +194,14 @@ class PackedGather : PackedSteps<Format, kLayout, kColumns, kMajor, kDecoders> {
   __device__ __forceinline__ void end_copy(int k_block) { take_scales(k_block + 1); }
 
  private:
-  // Decodes the thread's pieces of a k-block.
+  // Decodes the thread's pieces of a k-block, which begin at `slot`; the first ones are loaded.
   template <bool kFast>
-  __device__ __forceinline__ void decode(uint32_t to, const uint4 (&pieces)[kSteps]) const {
+  __device__ __forceinline__ void decode(uint32_t to, uint32_t slot, uint4 (&pieces)[kEarly]) const {
 #pragma unroll
     for (int i = 0; i < kSteps; ++i) {
-      Format::template decode<kFast>(pieces[i], scales_[i / kScaleSteps], [&](int j, const EightElements& eight) {
+      const uint4 piece = pieces[i % kEarly];
+      if (i + kEarly < kSteps) pieces[i % kEarly] = load_shared<uint4>(slot + (i + kEarly) * kStepBytes);
+      Format::template decode<kFast>(piece, scales_[i / kScaleSteps], [&](int j, const EightElements& eight) {
         store_shared(advance_chunks(to + place_, j) + i * (kStepRows * kSwizzleBytes), eight);
       });
     }

@@ -9,7 +9,7 @@
 namespace anabranch::cuda::hopper {
 
 // kDecoders: threads that decode.
-template <class Format, GateUpLayout kLayout, Major kMajor_, int kDecoders>
+template <class Shape, class Format, GateUpLayout kLayout, Major kMajor_, int kDecoders>
 struct PackedOperand : PackedSource {
   static constexpr Major kMajor = kMajor_;
   static constexpr bool kGathered = true;
@@ -19,7 +19,7 @@ struct PackedOperand : PackedSource {
   static constexpr bool kScaled = false;
 
   template <int kColumns>
-  using Gather = PackedGather<Format, kLayout, kColumns, PackedTile256x128::kPackedBytes, kMajor, kDecoders>;
+  using Gather = PackedGather<Format, kLayout, kColumns, Shape::kPackedBytes, kMajor, kDecoders>;
 
   __device__ void prefetch_maps() const {}
   template <int>
@@ -30,8 +30,8 @@ struct PackedOperand : PackedSource {
   __device__ void load(uint32_t, Barrier&, const Tile&, int, const AnyMulticast&) const {}
 };
 
-template <class Format, GateUpLayout kLayout, Major kMajor, int kDecoders>
-struct BiasOf<PackedOperand<Format, kLayout, kMajor, kDecoders>> {
+template <class Shape, class Format, GateUpLayout kLayout, Major kMajor, int kDecoders>
+struct BiasOf<PackedOperand<Shape, Format, kLayout, kMajor, kDecoders>> {
   using Operand = std::conditional_t<kLayout == GateUpLayout::gated, GatedWeightOperand<Major::mn>,
                                      WeightOperand<Major::mn, parts_of(kLayout)>>;
 };

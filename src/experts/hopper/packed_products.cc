@@ -24,6 +24,12 @@ const char* weights_unsupported_reason(const PackedMatrices& w, int64_t E) {
   return nullptr;
 }
 
+// Whether there are kernels of this layout of gate and up in W_in and h.
+bool has_layout(const FfnSizes& s, const PackedMatrices& w) {
+  const GateUpLayout layout = gate_up_layout_of(s);
+  return layout == GateUpLayout::gated || (layout == GateUpLayout::interleaved && is_fp4(w));
+}
+
 }  // namespace
 
 const char* unsupported_reason(const PackedUp& up) {
@@ -31,10 +37,17 @@ const char* unsupported_reason(const PackedUp& up) {
   plain.w_in = Floats(nullptr, up.x.dtype);
   if (up.x.dtype != AB_BFLOAT16) return kNotBFloat16;
   if (const char* reason = unsupported_reason(plain)) return reason;
-  const GateUpLayout layout = gate_up_layout_of(up.s);
-  const bool has_kernel = layout == GateUpLayout::gated || (layout == GateUpLayout::interleaved && is_fp4(up.packed));
-  if (!has_kernel || !up.s.layout.in_transposed || up.part.bounds != nullptr) return kNoKernel;
+  if (!has_layout(up.s, up.packed) || !up.s.layout.in_transposed || up.part.bounds != nullptr) return kNoKernel;
   return weights_unsupported_reason(up.packed, up.s.E);
+}
+
+const char* unsupported_reason(const PackedIntermediateGradient& g) {
+  IntermediateGradient plain = g;
+  plain.w_out = Floats(nullptr, g.d_y.dtype);
+  if (g.d_y.dtype != AB_BFLOAT16) return kNotBFloat16;
+  if (const char* reason = unsupported_reason(plain)) return reason;
+  if (!has_layout(g.s, g.packed) || !g.s.layout.out_transposed || g.part.bounds != nullptr) return kNoKernel;
+  return weights_unsupported_reason(g.packed, g.s.E);
 }
 
 const char* unsupported_reason(const PackedRowsProduct& p) {
@@ -54,6 +67,14 @@ ab_status launch_gemm(const PackedUp& up, int multiprocessors, cudaStream_t stre
                       : interleaved      ? launch_packed_up<Mxfp4, GateUpLayout::interleaved>
                                          : launch_packed_up<Mxfp4, GateUpLayout::gated>;
   return launch(up, multiprocessors, stream);
+}
+
+ab_status launch_gemm(const PackedIntermediateGradient& g, int multiprocessors, cudaStream_t stream) {
+  const bool interleaved = gate_up_layout_of(g.s) == GateUpLayout::interleaved;
+  const auto launch = !is_fp4(g.packed) ? launch_packed_intermediate_gradient<Fp8Blocks, GateUpLayout::gated>
+                      : interleaved     ? launch_packed_intermediate_gradient<Mxfp4, GateUpLayout::interleaved>
+                                        : launch_packed_intermediate_gradient<Mxfp4, GateUpLayout::gated>;
+  return launch(g, multiprocessors, stream);
 }
 
 ab_status launch_gemm(const PackedRowsProduct& p, int multiprocessors, cudaStream_t stream) {

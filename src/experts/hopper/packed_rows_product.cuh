@@ -12,7 +12,7 @@ ab_status launch_packed_rows_product(const PackedRowsProduct& p, int multiproces
   using Element = BFloat16;
   using Epilogue = RowsEpilogue<Element>;
   constexpr int kDecoders = Shape::kProducers * kWarpgroup;
-  using Weights = PackedOperand<Format, GateUpLayout::ungated, kMajor, kDecoders>;
+  using Weights = PackedOperand<Shape, Format, GateUpLayout::ungated, kMajor, kDecoders>;
   RowsProductOf<Shape, Element, RowOperand, kMajor, Epilogue, Weights> product;
   AB_RETURN_IF_ERROR(prepare_rows<Shape::kRows>("x", {const_cast<void*>(p.x), p.dtype}, p.map, p.D, &product.a));
   static_cast<PackedSource&>(product.b) =

@@ -7,7 +7,7 @@
 namespace anabranch::cuda::hopper {
 
 template <class Shape, class Format, GateUpLayout kLayout, int kDecoders>
-ab_status prepare_up_weights(const PackedUp& up, PackedOperand<Format, kLayout, Major::k, kDecoders>* weights) {
+ab_status prepare_up_weights(const PackedUp& up, PackedOperand<Shape, Format, kLayout, Major::k, kDecoders>* weights) {
   const int64_t columns = kLayout == GateUpLayout::gated ? up.s.F : up.s.P * up.s.F;
   static_cast<PackedSource&>(*weights) =
       packed_source<Format, kLayout, Shape::kColumns, Major::k, kDecoders>(up.packed, 0, columns);
@@ -17,7 +17,8 @@ ab_status prepare_up_weights(const PackedUp& up, PackedOperand<Format, kLayout, 
 template <class Format, GateUpLayout kLayout>
 ab_status launch_packed_up(const PackedUp& up, int multiprocessors, cudaStream_t stream) {
   return launch_up<PackedTile256x128, BFloat16, GatheredRowOperand, kLayout, Major::k, RowTiles,
-                   PackedOperand<Format, kLayout, Major::k, kWarpgroup>>(up, multiprocessors, stream);
+                   PackedOperand<PackedTile256x128, Format, kLayout, Major::k, kWarpgroup>>(up, multiprocessors,
+                                                                                            stream);
 }
 
 }  // namespace anabranch::cuda::hopper

@@ -94,9 +94,7 @@ TileChoice choose_tile(const WeightGradient& g, int multiprocessors) {
   return choose_weight_tile(g.R, g.E, g.D, g.N, gathers_x(g) || gathers_d_y(g), multiprocessors).choice;
 }
 
-int64_t num_dot_parts(const IntermediateGradient& g, TileChoice tile) {
-  return ceil_div(g.s.F, tile == TileChoice::k128x256 ? 256 : 128);
-}
+int64_t num_dot_parts(const IntermediateGradient& g) { return ceil_div(g.s.F, kDotColumns); }
 
 ab_status launch_gemm(const Up& up, TileChoice tile, int multiprocessors, cudaStream_t stream) {
   const bool transposed = up.s.layout.in_transposed;

@@ -33,8 +33,8 @@ TileChoice choose_tile(const RowsProduct& product, int multiprocessors);
 TileChoice choose_tile(const IntermediateGradient& gradient, int multiprocessors);
 TileChoice choose_tile(const WeightGradient& gradient, int multiprocessors);
 
-// Number of column tiles, each with a partial sum of <da, a> per row.
-int64_t num_dot_parts(const IntermediateGradient& gradient, TileChoice tile);
+// Number of partial sums of <da', a> per row, whatever the tile.
+int64_t num_dot_parts(const IntermediateGradient& gradient);
 
 // Enqueue the GEMM. If it has no kernel with this tile (128 x 192 with a fused epilogue or a gather), another tile is
 // used.

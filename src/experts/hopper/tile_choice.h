@@ -23,6 +23,9 @@ constexpr TileModel kTileModels[] = {
     {TileChoice::k128x128, 128, 128, true},
 };
 
+// Columns of a partial sum of <da', a>, with any of these tiles that an intermediate gradient may have.
+constexpr int kDotColumns = 128;
+
 // L2 bandwidth in bytes per cycle and SM. Sharing an operand between two CTAs (InPairs) raises it; K-major weights
 // lower it again.
 constexpr double kCacheBytesAlone = 48;

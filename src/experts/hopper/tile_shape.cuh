@@ -47,6 +47,9 @@ struct PackedTile256x128 : TileShape<256, 128, 4, Schedule::cooperative, 1, 2> {
   static constexpr int kPackedBytes = 16 << 10;
   static constexpr int kSubtileBuffers = 1;
 };
+struct PackedTile128x256 : TileShape<128, 256, 3, Schedule::cooperative> {
+  static constexpr int kPackedBytes = 48 << 10;
+};
 
 // Tile shape for clusters of two CTAs.
 template <class Shape>

@@ -14,6 +14,7 @@ import in_torch
 import module_in_torch
 from anabranch.lora import NAMES
 from anabranch.torch import Replay, moe, routed_experts
+from anabranch.torch.parallel import peers
 from lora_cases import takes_factors
 
 REPLAY = tuple(f"replay_{name}" for name in Replay._fields)
@@ -118,7 +119,11 @@ def main(rank, folder, ranks, backend):
         for data in sorted({case["data"] for case in cases.values()})
     }
     for path, case in cases.items():
-        found = run(case, load(path.with_suffix(".npz")), rank, ranks, meshes[case["data"]])
+        mesh = meshes[case["data"]]
+        found = run(case, load(path.with_suffix(".npz")), rank, ranks, mesh)
+        if case["transport"] == "auto":
+            group = mesh["expert"].get_group().group_name
+            assert peers.has_made(group, 1) == (on_cuda() and not peers.unavailable_reason(group))
         np.savez(folder / f"{path.stem}.{rank}", **{name: in_torch.to_bytes(array) for name, array in found.items()})
     if backend == "gloo":
         gloo_ranks.leave()

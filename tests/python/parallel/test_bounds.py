@@ -89,5 +89,7 @@ def test_traffic_and_choice():
     assert traffic(b, 2) == {"ring": ring, "p2p": ring, "all_to_all": 2 * 7 * 2000 * 2, "ragged": 2 * 2000 * 7 / 8 * 2}
     assert choose("cpu", bounds(2, 4, 1000, 1), 4) == "ring"
     assert choose("gpu", bounds(512, 4, 1000, 1), 2) == "ragged"
+    assert choose("gpu", b, 2) == "ring" and choose("gpu", b, 2, p2p=True) == "p2p"
     # A tight bound makes regions small: 100 rows for all assignments that a rank may get.
-    assert choose("cpu", bounds(8, 4, 1000, 2, capacity=100), 2) == "all_to_all"
+    tight = bounds(8, 4, 1000, 2, capacity=100)
+    assert choose("cpu", tight, 2) == choose("gpu", tight, 2, p2p=True) == "all_to_all"

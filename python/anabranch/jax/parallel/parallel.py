@@ -42,8 +42,8 @@ class Parallel:
       tensor_axis: axis over which F is divided; all devices along it have the same tokens. Each pass has one sum over
         it.
       transport: "all_to_all", "ragged", "ring", "p2p", or "auto", which estimates their times (docs/scaling.md). "p2p"
-        has bitwise the results of "ring" and copies directly between the GPUs of one host; it is new, and "auto"
-        does not choose it.
+        has bitwise the results of "ring" and copies directly between the GPUs of one host; "auto" considers it if
+        one process has all devices, and not with fp8_exchange.
       capacity_factor: None: nothing is dropped, and buffers have the size of the worst case. Otherwise a device accepts
         at most ceil(capacity_factor * T * K) assignments, with T tokens per device, and drops the last ones in the
         order (source, token, slot), the same on every run. Drops are counted per source.
@@ -257,7 +257,10 @@ def place(
     )
     transport = "ring" if ep is None else parallel.transport
     if transport == "auto":
-        transport = choose(_platform(parallel.mesh, mesh), bounds, x.dtype.itemsize, parallel.fp8_exchange)
+        platform = _platform(parallel.mesh, mesh)
+        # With fp8_exchange the steps of "p2p" do not overlap.
+        p2p = platform == "gpu" and not parallel.fp8_exchange and _has_peers(parallel)
+        transport = choose(platform, bounds, x.dtype.itemsize, parallel.fp8_exchange, p2p)
     bounds.check(transport)
     context = jax.sharding.get_abstract_mesh()
     call_mesh = None if not context.empty else parallel.mesh or mesh
@@ -310,6 +313,21 @@ def _peer_mesh(parallel: Parallel) -> tuple[Mesh, Peers]:
         if not reason:
             return mesh, peers
     raise ValueError(f"transport: got 'p2p' {reason}")
+
+
+def _has_peers(parallel: Parallel) -> bool:
+    """Whether transport="auto" may choose "p2p": the devices can use it, and all belong to this process.
+
+    Several processes would have to trace the same programs, since each makes exchanges together with the others.
+    """
+    try:
+        _, peers = _peer_mesh(parallel)
+        if any(device.process_index != jax.process_index() for group in peers.groups for device in group):
+            return False
+        peers.exchange(1)
+    except ValueError:
+        return False
+    return True
 
 
 def manual_shard_axes(parallel: Parallel) -> Axes:

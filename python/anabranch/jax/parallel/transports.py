@@ -16,15 +16,15 @@ TRANSPORTS: dict[str, Callable[[Bounds], Any]] = {
 
 #: Bytes per second and rank of XLA's collectives, by platform. GPU values were measured on two and four H200s over
 #: NVLink (docs/notes/expert_parallel.md). For other platforms only the ratios matter; on the CPU the emulation of the
-#: ragged exchange gathers everything, so it is never chosen. "p2p" is not chosen.
+#: ragged exchange gathers everything, so it is never chosen.
 _RATES = {
-    "gpu": {"ring": 220e9, "all_to_all": 240e9, "ragged": 4.5e9},
+    "gpu": {"p2p": 305e9, "ring": 220e9, "all_to_all": 240e9, "ragged": 4.5e9},
     "tpu": {"ring": 1e11, "all_to_all": 1e11, "ragged": 1e11},
     "cpu": {"ring": 1e10, "all_to_all": 1e10},
 }
 
 
-def choose(platform: str, bounds: Bounds, itemsize: int, fp8_exchange: bool = False) -> str:
+def choose(platform: str, bounds: Bounds, itemsize: int, fp8_exchange: bool = False, p2p: bool = False) -> str:
     """The transport for `transport="auto"`: the one with the shortest estimated time, bytes / rate.
 
     Args:
@@ -32,6 +32,7 @@ def choose(platform: str, bounds: Bounds, itemsize: int, fp8_exchange: bool = Fa
       bounds: the sizes of the exchange.
       itemsize: bytes per element of x.
       fp8_exchange: as in `Parallel`.
+      p2p: whether the devices can use this transport.
 
     Returns:
       A key of `TRANSPORTS`.
@@ -42,7 +43,8 @@ def choose(platform: str, bounds: Bounds, itemsize: int, fp8_exchange: bool = Fa
     """
     rates = _RATES.get(platform, _RATES["gpu"])
     bytes_sent = traffic(bounds, itemsize, fp8_exchange)
-    return min(rates, key=lambda name: bytes_sent[name] / rates[name])
+    names = [name for name in rates if p2p or name != "p2p"]
+    return min(names, key=lambda name: bytes_sent[name] / rates[name])
 
 
 def transport(name: str, bounds: Bounds) -> Transport:

@@ -19,7 +19,7 @@ from anabranch.torch.binding.derivatives import reject_derivative
 from anabranch.torch.ops import torch_ops
 from anabranch.torch.parallel import p2p_passes
 from anabranch.torch.parallel.exchange import Ranks, Returning, Ring, Route, Sending
-from anabranch.torch.parallel.peers import SUMS, TOKENS, exchanges_of, unavailable_reason
+from anabranch.torch.parallel.peers import SUMS, TOKENS, exchanges_of, has_made, unavailable_reason
 
 
 def _of(group: str) -> Any:
@@ -190,6 +190,21 @@ class PeerToPeer(Ring):
 def abandon(group: str) -> None:
     """See GroupExchanges."""
     _of(group).abandon()
+
+
+def is_available(ranks: Ranks, x: Tensor) -> bool:
+    """Whether transport="auto" may choose this transport; the same on all ranks. Collective in a group's first call.
+
+    In the capture of a CUDA graph only if an earlier call has made the buffers.
+    """
+    if x.device.type != "cuda":
+        return False
+    if not torch.compiler.is_compiling():
+        if has_made(ranks.group, ranks.ranks * x.nbytes):
+            return True
+        if torch.cuda.is_current_stream_capturing():
+            return False
+    return not unavailable_reason(ranks.group)
 
 
 def reason_against(ranks: Ranks, device: str) -> str:

@@ -10,7 +10,7 @@ from anabranch.precision import check_fp8_exchange
 from anabranch.torch.binding import check
 from anabranch.torch.binding.group import check_group
 from anabranch.torch.parallel.exchange import Ranks
-from anabranch.torch.parallel.p2p import reason_against
+from anabranch.torch.parallel.p2p import is_available, reason_against
 from anabranch.torch.parallel.transports import TRANSPORTS, choose
 
 
@@ -117,7 +117,9 @@ def place(
     )
     name = parallel.transport
     if name == "auto":
-        name = choose(x.device.type, ranks, x.dtype.itemsize, parallel.fp8_exchange)
+        # With fp8_exchange the steps of "p2p" do not overlap.
+        p2p = not parallel.fp8_exchange and is_available(ranks, x)
+        name = choose(x.device.type, ranks, x.dtype.itemsize, parallel.fp8_exchange, p2p)
     elif name == "p2p" and (reason := reason_against(ranks, x.device.type)):
         raise ValueError(f"transport: got 'p2p', expected another one here: {reason}")
     ranks.check(name, check.exceeds_int32)

@@ -9,7 +9,8 @@ import contextlib
 import ctypes
 import dataclasses
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import torch
@@ -200,17 +201,34 @@ class GroupExchanges:
             self._kept.append(known)
         elif known is not None:
             known.exchange.close()
-        made, reason = self._make([_rounded(size)] * self._BUFFERS[use])
+        made, reason = self._outside_modes(self._make, [_rounded(size)] * self._BUFFERS[use])
         if made is None:
-            raise RuntimeError(f"transport: {reason}")
+            raise RuntimeError(f"transport: got 'p2p', whose buffers cannot be made: {reason}; 'ring' needs none")
         return made
 
     def probe(self) -> str:
         """Makes the exchange for small tensors; returns the reason if a rank cannot have it, else ""."""
-        made, reason = self._make([_FIRST_BYTES])
+        made, reason = self._outside_modes(self._make, [_FIRST_BYTES])
         if made is not None:
             self._uses["small"] = made
         return reason
+
+    def has(self, use: str, size: int) -> bool:
+        """Whether there is an exchange with buffers of at least `size` bytes."""
+        known = self._uses.get(use)
+        return known is not None and known.exchange.sizes[0] >= size
+
+    def _outside_modes(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Calls a function outside of the dispatch modes of this thread, which could fake, or keep, its tensors."""
+        if private.num_dispatch_modes() == 0:
+            return function(*arguments)
+
+        def call_on_device() -> Any:
+            torch.cuda.set_device(self.device)
+            return function(*arguments)
+
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(call_on_device).result()
 
     def _make(self, sizes: Sequence[int]) -> tuple[_Use | None, str]:
         exchange, handle, reason = None, b"", ""
@@ -264,6 +282,12 @@ def exchanges_of(group: Any) -> GroupExchanges:
     return found
 
 
+def has_made(group: str, size: int) -> bool:
+    """Whether the ranks of the group with this name have exchanges for tokens of `size` bytes."""
+    found = _by_group.get(private.resolve_group(group))
+    return found is not None and found.has("tokens", size)
+
+
 @private.constant_when_compiled
 def unavailable_reason(group: str) -> str:
     """Why the ranks of the group with this name cannot reach each other's memory; "" if they can.
@@ -274,7 +298,9 @@ def unavailable_reason(group: str) -> str:
     reason = _reasons.get(process_group)
     if reason is None:
         ranks = dist.get_world_size(process_group)
-        if ranks > MAX_RANKS:
+        if dist.get_backend(process_group) == "fake":
+            reason = "got the backend 'fake', which has no peers"
+        elif ranks > MAX_RANKS:
             reason = f"got {ranks} ranks, expected at most {MAX_RANKS}"
         else:
             reason = exchanges_of(process_group).probe()

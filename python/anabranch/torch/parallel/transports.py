@@ -11,15 +11,19 @@ from anabranch.torch.parallel.p2p import PeerToPeer, abandon
 
 TRANSPORTS: dict[str, type[Transport]] = {"ring": Ring, "p2p": PeerToPeer, "all_to_all": Padded}
 
-#: Bandwidth of collectives in bytes/s per rank, for the transports that "auto" considers. GPU: NCCL over NVLink,
-#: measured through XLA (docs/notes/expert_parallel.md). CPU: only the ratio matters.
-_RATES = {"cuda": {"ring": 220e9, "all_to_all": 240e9}, "cpu": {"ring": 1e10, "all_to_all": 1e10}}
+#: Bandwidth in bytes/s per rank, for the transports that "auto" considers. GPU: over NVLink, of NCCL measured through
+#: XLA and of copies between peers (docs/notes/expert_parallel.md). CPU: only the ratio matters.
+_RATES = {"cuda": {"p2p": 305e9, "ring": 220e9, "all_to_all": 240e9}, "cpu": {"ring": 1e10, "all_to_all": 1e10}}
 
 
-def choose(device: str, sizes: ExchangeSizes, itemsize: int, fp8_exchange: bool = False) -> str:
-    """The transport for transport="auto": the one with the smaller estimate bytes / bandwidth."""
+def choose(device: str, sizes: ExchangeSizes, itemsize: int, fp8_exchange: bool = False, p2p: bool = False) -> str:
+    """The transport for transport="auto": the one with the smallest estimate bytes / bandwidth.
+
+    p2p: whether the group can use this transport.
+    """
     rates, bytes_sent = _RATES.get(device, _RATES["cuda"]), traffic(sizes, itemsize, fp8_exchange)
-    return min(rates, key=lambda name: bytes_sent[name] / rates[name])
+    names = [name for name in rates if p2p or name != "p2p"]
+    return min(names, key=lambda name: bytes_sent[name] / rates[name])
 
 
 def transport(name: str, ranks: Ranks) -> Any:

@@ -1,6 +1,7 @@
 """The transport "p2p" without GPUs: its errors, its exchanges by name, and its layer with XLA's collectives as calls."""
 
 import contextlib
+import dataclasses
 import functools
 import re
 from typing import ClassVar
@@ -30,9 +31,10 @@ from routed_cases import routed_operands, run_routed
 EXPERT_8 = Parallel(expert_axis="expert", transport="p2p")
 
 
-def layer(parallel, **arrays):
-    given = operands(32, 8, 2, 8, 16) | arrays
-    return moe(**{name: given[name] for name in ("x", "gate", "w_in", "w_out")}, topk=2, parallel=parallel).output
+def layer(parallel, widths=(8, 16), **options):
+    given = operands(32, 8, 2, *widths)
+    names = ("x", "gate", "w_in", "w_out")
+    return moe(**{name: given[name] for name in names}, topk=2, parallel=parallel, **options).output
 
 
 # ---------------------------------------------------------------- errors
@@ -193,6 +195,23 @@ def test_a_device_that_cannot_have_one_is_named(exchanges, monkeypatch):
     monkeypatch.setattr(Exchange, "fails_on", None)
     two.exchange(100)
     assert len(exchanges) == 8 and not any(e.is_closed for e in exchanges[4:])
+
+
+@pytest.mark.parametrize("case", ["", "a GPU without access", "FP8", "another process", "no devices"])
+def test_auto_chooses_it_where_one_process_has_all_gpus(exchanges, monkeypatch, case):
+    mesh, group = mesh_of(expert=8), group_of(*range(8), process=1 if case == "another process" else 0)
+    monkeypatch.setattr(parallel, "_platform", lambda *_: "gpu")
+    monkeypatch.setattr(parallel, "peers_along", lambda *_: Peers((group,)))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(Exchange, "fails_on", 6 if case == "a GPU without access" else None)
+    chosen = []
+    monkeypatch.setattr(parallel, "choose", lambda *given: chosen.append(given) or "ring")
+    given = Parallel(expert_axis="expert", mesh=mesh.abstract_mesh if case == "no devices" else mesh)
+    if case == "FP8":
+        given = dataclasses.replace(given, fp8_exchange=True)
+    options = dict(precision="fp8", widths=(128, 128)) if case == "FP8" else {}
+    jax.eval_shape(lambda: layer(given, **options))
+    assert [arguments[-1] for arguments in chosen] == [case == ""]
 
 
 @pytest.mark.parametrize("other_fails", [False, True])

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import os
 import statistics
 import tempfile
 import time
@@ -184,9 +185,11 @@ def _transformers_ep(model: Any, ranks: int, *, replicated: bool) -> Any:
         options = dict(tp_size=ranks, ep_size=ranks)
     else:
         options = dict(tp_size=ranks, enable_expert_parallel=True)
-    folders: list[Any] = [tempfile.mkdtemp() if distributed.get_rank() == 0 else None]
+    rank = distributed.get_rank()
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}  # as torchrun sets them
+    folders: list[Any] = [tempfile.mkdtemp() if rank == 0 else None]
     distributed.broadcast_object_list(folders)
-    if distributed.get_rank() == 0:
+    if rank == 0:
         model.save_pretrained(folders[0])
     distributed.barrier()
     dtype = model.dtype

@@ -17,21 +17,32 @@ namespace {
 using namespace anabranch::cuda;
 using namespace anabranch::cuda::hopper;
 
-constexpr int kColumns = 256;
-constexpr int kMemoryBytes = 48 << 10;
-constexpr int kStageBytes = kColumns * kSwizzleBytes;
+// How a GEMM decodes. kColumns, kMemoryBytes: of its tile shape (tile_shape.cuh, which needs wgmma). kDecoders:
+// threads.
+template <int kColumns_, int kMemoryBytes_, int kDecoders_>
+struct Way {
+  static constexpr int kColumns = kColumns_;
+  static constexpr int kMemoryBytes = kMemoryBytes_;
+  static constexpr int kStageBytes = kColumns * kSwizzleBytes;
+  static constexpr int kDecoders = kDecoders_;
+};
+using OfUp = Way<128, 16 << 10, 128>;
+using OfRows = Way<128, 16 << 10, 256>;
+using OfGradient = Way<256, 48 << 10, 128>;
 
-// Writes tiles [count, kColumns, k] in bfloat16. One CTA of the threads of a producer.
-template <class Format, GateUpLayout kLayout, Major kMajor>
+// Writes tiles [count, kColumns, k] in bfloat16. One CTA of the threads that decode.
+template <class Way, class Format, GateUpLayout kLayout, Major kMajor>
 __global__ void decode_tiles(const PackedSource source, const Tile* const tiles, const int count, uint16_t* const to,
                              const int k) {
-  const auto stage = static_cast<uint32_t>(kMemoryBytes);
+  constexpr int kColumns = Way::kColumns;
+  const auto stage = static_cast<uint32_t>(Way::kMemoryBytes);
   for (int n = 0; n < count; ++n) {
-    PackedGather<Format, kLayout, kColumns, kMemoryBytes, kMajor> gather(source, tiles[n], 0);
+    PackedGather<Format, kLayout, kColumns, Way::kMemoryBytes, kMajor, Way::kDecoders> gather(source, tiles[n], 0);
     for (int k_block = 0; k_block < tiles[n].k_blocks; ++k_block) {
       gather.copy(stage, tiles[n], k_block);
+      gather.end_copy(k_block);
       __syncthreads();
-      for (int i = static_cast<int>(threadIdx.x); i < kColumns * kBlockK; i += kDecoders) {
+      for (int i = static_cast<int>(threadIdx.x); i < kColumns * kBlockK; i += Way::kDecoders) {
         const int column = i / kBlockK;
         const int element = i % kBlockK;
         // k-major: rows of one column. mn-major: panels of 64 columns, with rows of one k.
@@ -46,8 +57,9 @@ __global__ void decode_tiles(const PackedSource source, const Tile* const tiles,
 }
 
 // columns: of a window from `first` on, or of the gate.
-template <class Format, GateUpLayout kLayout, Major kMajor = Major::k>
+template <class Way, class Format, GateUpLayout kLayout, Major kMajor = Major::k>
 void check(const PackedTensor& packed, int64_t first, int64_t columns) {
+  constexpr int kColumns = Way::kColumns;
   constexpr int kScale = kLayout == GateUpLayout::interleaved ? 2 : 1;
   constexpr int kParts = kLayout == GateUpLayout::gated ? 2 : 1;
   const auto sum = static_cast<int32_t>(kMajor == Major::k ? packed.C : packed.N);  // its length
@@ -62,15 +74,16 @@ void check(const PackedTensor& packed, int64_t first, int64_t columns) {
   }
   const PackedMatrices matrices{
       packed.values.values().data(), packed.scales_data(), packed.dtype, packed.scales_dtype, packed.N, packed.C};
-  const PackedSource source = packed_source<Format, kLayout, kColumns, kMajor>(matrices, first, columns);
+  const PackedSource source =
+      packed_source<Format, kLayout, kColumns, kMajor, Way::kDecoders>(matrices, first, columns);
   for (const auto copies : {emulation::Copies::early, emulation::Copies::late}) {
     emulation::set_options({emulation::Order::shuffled, copies});
     std::vector<uint16_t> got(tiles.size() * kColumns * static_cast<size_t>(k), 0x7fc1);
-    ASSERT_EQ(
-        launch("decode", decode_tiles<Format, kLayout, kMajor>, {1, kDecoders, kMemoryBytes + kStageBytes, nullptr},
-               source, tiles.data(), static_cast<int>(tiles.size()), got.data(), k)
-            .code,
-        AB_OK);
+    ASSERT_EQ(launch("decode", decode_tiles<Way, Format, kLayout, kMajor>,
+                     {1, Way::kDecoders, Way::kMemoryBytes + Way::kStageBytes, nullptr}, source, tiles.data(),
+                     static_cast<int>(tiles.size()), got.data(), k)
+                  .code,
+              AB_OK);
     ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
     for (size_t n = 0; n < tiles.size(); n += 2) {
       for (int64_t i = 0; i < int64_t{kColumns} * k; ++i) {
@@ -103,26 +116,27 @@ void fill(PackedTensor* packed) {
 TEST(PackedGathers, DecodeMxfp4) {
   for (const int64_t C : {32, 64, 480}) {
     PackedTensor packed(2, 320, C, AB_FLOAT4_E2M1X2, AB_FLOAT8_E8M0, 1);
-    check<Mxfp4, GateUpLayout::ungated>(packed, 40, 264);  // scales below 128 only
+    check<OfRows, Mxfp4, GateUpLayout::ungated>(packed, 40, 264);  // scales below 128 only
     fill(&packed);
-    check<Mxfp4, GateUpLayout::ungated>(packed, 0, 320);
-    check<Mxfp4, GateUpLayout::gated>(packed, 0, 160);
-    check<Mxfp4, GateUpLayout::interleaved>(packed, 0, 320);
+    check<OfRows, Mxfp4, GateUpLayout::ungated>(packed, 0, 320);
+    check<OfUp, Mxfp4, GateUpLayout::gated>(packed, 0, 160);
+    check<OfUp, Mxfp4, GateUpLayout::interleaved>(packed, 0, 320);
   }
   for (const uint8_t scale : {0, 1, 127, 128, 130, 254, 255}) {
     PackedTensor packed(1, 64, 32, AB_FLOAT4_E2M1X2, AB_FLOAT8_E8M0, 1);
     fill(&packed);
     for (int64_t i = 0; i < packed.byte_scales.size(); ++i) packed.byte_scales[i] = scale;
-    check<Mxfp4, GateUpLayout::ungated>(packed, 0, 64);
+    check<OfRows, Mxfp4, GateUpLayout::ungated>(packed, 0, 64);
   }
 }
 
 TEST(PackedGathers, DecodeTransposedMxfp4) {
   for (const int64_t N : {8, 64, 456}) {
     PackedTensor packed(2, N, 416, AB_FLOAT4_E2M1X2, AB_FLOAT8_E8M0, 1);
-    check<Mxfp4, GateUpLayout::ungated, Major::mn>(packed, 32, 320);
+    check<OfRows, Mxfp4, GateUpLayout::ungated, Major::mn>(packed, 32, 320);
     fill(&packed);
-    check<Mxfp4, GateUpLayout::ungated, Major::mn>(packed, 0, 416);
+    check<OfRows, Mxfp4, GateUpLayout::ungated, Major::mn>(packed, 0, 416);
+    check<OfGradient, Mxfp4, GateUpLayout::ungated, Major::mn>(packed, 0, 416);
   }
 }
 
@@ -131,9 +145,11 @@ TEST(PackedGathers, DecodeFp8Blocks) {
     for (const int64_t C : {128, 640}) {
       PackedTensor packed(2, 512, C, AB_FLOAT8_E4M3, scales, 2);
       fill(&packed);
-      check<Fp8Blocks, GateUpLayout::ungated>(packed, 128, 384);
-      check<Fp8Blocks, GateUpLayout::gated>(packed, 0, 256);
-      if (C == 640) check<Fp8Blocks, GateUpLayout::ungated, Major::mn>(packed, 128, 512);
+      check<OfRows, Fp8Blocks, GateUpLayout::ungated>(packed, 128, 384);
+      check<OfUp, Fp8Blocks, GateUpLayout::gated>(packed, 0, 256);
+      if (C != 640) continue;
+      check<OfRows, Fp8Blocks, GateUpLayout::ungated, Major::mn>(packed, 128, 512);
+      check<OfGradient, Fp8Blocks, GateUpLayout::ungated, Major::mn>(packed, 128, 512);
     }
   }
 }

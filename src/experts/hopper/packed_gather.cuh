@@ -17,23 +17,15 @@
 #include "core/cuda/warp.cuh"
 #include "core/major.h"
 #include "experts/cuda/ops/packed.h"
+#include "experts/cuda/ops/packed_pieces.cuh"
 #include "experts/cuda/ops/packed_words.cuh"
 #include "experts/cuda/ops/tiles/tile.cuh"
 #include "experts/hopper/gate_up_layout.h"
 
 namespace anabranch::cuda::hopper {
 
-// A scale belongs to kScaleRows x kScaleElements elements of a matrix in memory. load_scale() returns the bits of a
-// scale, which nothing waits for before decode().
-struct Mxfp4 {
-  static constexpr int kElements = 32;  // per piece
-  static constexpr int kScaleElements = static_cast<int>(kMxBlock);
-  static constexpr int kScaleRows = 1;
+struct Mxfp4 : Mxfp4Pieces {
   static constexpr bool kAlwaysFast = false;
-
-  static __device__ __forceinline__ uint32_t load_scale(const void* scales, int32_t, uint32_t i) {
-    return static_cast<const uint8_t*>(scales)[i];
-  }
 
   static __device__ __forceinline__ uint32_t scale_of(uint32_t bits, int32_t) { return bits; }
 
@@ -66,26 +58,8 @@ struct Mxfp4 {
   }
 };
 
-struct Fp8Blocks {
-  static constexpr int kElements = 16;
-  static constexpr int kScaleElements = static_cast<int>(kScaleBlock);
-  static constexpr int kScaleRows = static_cast<int>(kScaleBlock);
+struct Fp8Blocks : Fp8Pieces {
   static constexpr bool kAlwaysFast = true;
-
-  static __device__ __forceinline__ uint32_t load_scale(const void* scales, int32_t dtype, uint32_t i) {
-    switch (dtype) {
-      case AB_FLOAT32: return static_cast<const uint32_t*>(scales)[i];
-      case AB_BFLOAT16: return static_cast<const uint16_t*>(scales)[i];
-      default: return static_cast<const uint8_t*>(scales)[i];
-    }
-  }
-
-  // The bits of the scale as float32.
-  static __device__ __forceinline__ uint32_t scale_of(uint32_t bits, int32_t dtype) {
-    return dtype == AB_FLOAT32    ? bits
-           : dtype == AB_BFLOAT16 ? bits << 16
-                                  : bits_of(e8m0_value(static_cast<uint8_t>(bits)));
-  }
 
   template <bool kFast, class Store>
   static __device__ __forceinline__ void decode(const uint4& piece, uint32_t scale, const Store& store) {

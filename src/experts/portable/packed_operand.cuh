@@ -9,23 +9,14 @@
 #include "core/cuda/copy_groups.cuh"
 #include "core/cuda/shared.cuh"
 #include "experts/cuda/ops/packed.h"
+#include "experts/cuda/ops/packed_pieces.cuh"
 #include "experts/cuda/ops/packed_words.cuh"
 #include "experts/portable/operands.cuh"
 
 namespace anabranch::cuda::portable {
 
-// A scale belongs to kScaleRows x kScaleElements elements of a matrix in memory. load_scale() returns the bits of a
-// scale, which nothing waits for before decode(). decode() calls store(i, elements) for the i-th eight elements of a
-// piece.
-struct Mxfp4 {
-  static constexpr int kElements = 32;  // per piece
-  static constexpr int kScaleElements = static_cast<int>(kMxBlock);
-  static constexpr int kScaleRows = 1;
-
-  static __device__ __forceinline__ uint32_t load_scale(const void* scales, int32_t, uint32_t i) {
-    return static_cast<const uint8_t*>(scales)[i];
-  }
-
+// decode() calls store(i, elements) for the i-th eight elements of a piece. scale: its bits in memory.
+struct Mxfp4 : Mxfp4Pieces {
   template <class Element, class Store>
   static __device__ __forceinline__ void decode(const uint4& piece, uint32_t scale, int32_t, const Store& store) {
     const uint32_t factor = mx_factor(scale);
@@ -48,24 +39,10 @@ struct Mxfp4 {
   }
 };
 
-struct Fp8Blocks {
-  static constexpr int kElements = 16;
-  static constexpr int kScaleElements = static_cast<int>(kScaleBlock);
-  static constexpr int kScaleRows = static_cast<int>(kScaleBlock);
-
-  static __device__ __forceinline__ uint32_t load_scale(const void* scales, int32_t dtype, uint32_t i) {
-    switch (dtype) {
-      case AB_FLOAT32: return static_cast<const uint32_t*>(scales)[i];
-      case AB_BFLOAT16: return static_cast<const uint16_t*>(scales)[i];
-      default: return static_cast<const uint8_t*>(scales)[i];
-    }
-  }
-
+struct Fp8Blocks : Fp8Pieces {
   template <class Element, class Store>
   static __device__ __forceinline__ void decode(const uint4& piece, uint32_t bits, int32_t dtype, const Store& store) {
-    const float scale = dtype == AB_FLOAT32    ? float_from_bits(bits)
-                        : dtype == AB_BFLOAT16 ? float_from_bits(bits << 16)
-                                               : e8m0_value(static_cast<uint8_t>(bits));
+    const float scale = float_from_bits(scale_of(bits, dtype));
     store(0, decode_e4m3<Element>(piece.x, piece.y, scale));
     store(1, decode_e4m3<Element>(piece.z, piece.w, scale));
   }

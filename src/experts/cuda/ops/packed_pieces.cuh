@@ -1,0 +1,47 @@
+// How packed weights lie in memory: pieces of 16 bytes of a row, whose elements share a scale. A scale belongs to
+// kScaleRows x kScaleElements elements of a matrix.
+#pragma once
+
+#include <cstdint>
+
+#include "anabranch/types.h"
+#include "core/cuda/access.cuh"
+#include "experts/cuda/ops/packed.h"
+#include "experts/packed_value.h"
+
+namespace anabranch::cuda {
+
+struct Mxfp4Pieces {
+  static constexpr int kElements = 32;  // per piece
+  static constexpr int kScaleElements = static_cast<int>(kMxBlock);
+  static constexpr int kScaleRows = 1;
+
+  // Returns the bits of a scale. Nothing waits for them before they are used.
+  static __device__ __forceinline__ uint32_t load_scale(const void* scales, int32_t /*dtype*/, uint32_t i) {
+    return static_cast<const uint8_t*>(scales)[i];
+  }
+};
+
+struct Fp8Pieces {
+  static constexpr int kElements = 16;
+  static constexpr int kScaleElements = static_cast<int>(kScaleBlock);
+  static constexpr int kScaleRows = static_cast<int>(kScaleBlock);
+
+  // As above.
+  static __device__ __forceinline__ uint32_t load_scale(const void* scales, int32_t dtype, uint32_t i) {
+    switch (dtype) {
+      case AB_FLOAT32: return static_cast<const uint32_t*>(scales)[i];
+      case AB_BFLOAT16: return static_cast<const uint16_t*>(scales)[i];
+      default: return static_cast<const uint8_t*>(scales)[i];
+    }
+  }
+
+  // The bits of a scale as those of a float32.
+  static __device__ __forceinline__ uint32_t scale_of(uint32_t bits, int32_t dtype) {
+    return dtype == AB_FLOAT32    ? bits
+           : dtype == AB_BFLOAT16 ? bits << 16
+                                  : bits_of(e8m0_value(static_cast<uint8_t>(bits)));
+  }
+};
+
+}  // namespace anabranch::cuda

@@ -139,6 +139,9 @@ std::vector<uint16_t> position_numbers(int64_t count) {
   return values;
 }
 
+// Of each warp.
+using Subtiles = char[2][kSubtileBytes];
+
 // Writes 64 x kColumns accumulators to a tile, from its row 0 on. Element (row, column) is 256 row + column.
 template <class Out, int kColumns>
 __global__ void store_subtiles(const __grid_constant__ RowsEpilogue<Out> out, Tile tile, bool zeros) {
@@ -150,7 +153,7 @@ __global__ void store_subtiles(const __grid_constant__ RowsEpilogue<Out> out, Ti
   for (int i = 0; i < kColumns / 2; ++i) {
     acc[i] = static_cast<float>((warp * 16 + lane / 4 + i / 2 % 2 * 8) * 256 + i / 4 * 8 + lane % 4 * 2 + i % 2);
   }
-  SubtileWriter writer(subtiles + warp * kSubtileBuffers * kSubtileBytes);
+  SubtileWriter writer(reinterpret_cast<Subtiles*>(subtiles)[warp]);
   if (zeros) {
     writer.write_zeros<kColumns>(out, tile, warp * kSubtileRows);
   } else {
@@ -165,7 +168,7 @@ int check_store(const char* name, int32_t dtype, int R, int N, const Tile& tile,
   RowsEpilogue<Out> out;
   out.columns = N;
   if (fails(make_row_window_map("y", y.data(), dtype, N, kSubtileColumns<Out>, kSubtileRows, &out.map)) != 0) return 1;
-  store_subtiles<Out, kColumns><<<1, kWarpgroup, 4 * kSubtileBuffers * kSubtileBytes>>>(out, tile, zeros);
+  store_subtiles<Out, kColumns><<<1, kWarpgroup, 4 * sizeof(Subtiles)>>>(out, tile, zeros);
   STEP_CUDA(cudaGetLastError());
   int failures = 0;
   const std::vector<Out> got = y.fetch(&failures);

@@ -119,7 +119,7 @@ def test_a_buffer_is_released_once(exchanges):
 def test_a_failure_names_the_rank_and_leaves_nothing_behind(exchanges, monkeypatch):
     exchanges.gather(rows(1))
     monkeypatch.setattr(CountedExchange, "refused", "no memory")
-    with pytest.raises(RuntimeError, match="transport: got 'p2p', whose buffers .*: rank 0: no memory; 'ring' needs"):
+    with pytest.raises(RuntimeError, match=r"got 'p2p', whose buffers .*: rank 0: no memory; 'ring' needs"):
         exchanges.gather(rows(8))
     assert exchanges.probe() == "rank 0: no memory"
     monkeypatch.setattr(CountedExchange, "refused", "")

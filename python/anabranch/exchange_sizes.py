@@ -2,12 +2,16 @@
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from anabranch.checks import INDEX_LIMIT
 from anabranch.precision import BLOCK
 from anabranch.rows import num_rows_needed
+
+#: Bytes per second and rank of transports on GPUs over NVLink, measured on two and four H200s
+#: (docs/notes/expert_parallel.md): of XLA's collectives, and of the all-gather of "p2p".
+GPU_RATES = {"p2p": 308e9, "ring": 220e9, "all_to_all": 240e9}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,3 +111,12 @@ def traffic(bounds: ExchangeSizes, itemsize: int, fp8_exchange: bool = False) ->
         "all_to_all": others * b.region * (token_bytes + itemsize),
         "ragged": b.tokens * b.topk * others / b.ranks * (token_bytes + itemsize),
     }
+
+
+def fastest(rates: Mapping[str, float], bytes_sent: Mapping[str, float], p2p: bool) -> str:
+    """The transport with the shortest estimated time, bytes / rate, among those of `rates`.
+
+    p2p: whether "p2p" may be chosen.
+    """
+    names = [name for name in rates if p2p or name != "p2p"]
+    return min(names, key=lambda name: bytes_sent[name] / rates[name])

@@ -189,16 +189,19 @@ struct PackedCase {
   bool interleaved = false;
   int64_t first_column = 0;
 
+  void set_sizes(FfnSizes* s) const {
+    s->R = s->T = R;
+    s->E = 16;
+    s->D = 256;
+    s->P = P;
+    s->F = 512;
+    s->dtype = dtype;
+    s->layout = {true, interleaved, true};
+  }
   cuda::PackedPath of_up() const {
     alignas(16) static uint8_t memory[16];
     cuda::PackedUp up;
-    up.s.R = up.s.T = R;
-    up.s.E = 16;
-    up.s.D = 256;
-    up.s.P = P;
-    up.s.F = 512;
-    up.s.dtype = dtype;
-    up.s.layout = {true, interleaved, true};
+    set_sizes(&up.s);
     up.x = up.a = Floats(memory, dtype);
     up.packed = {memory, memory, weights, AB_FLOAT32, P * 512, 256};
     return chosen(up);
@@ -206,13 +209,7 @@ struct PackedCase {
   cuda::PackedPath of_intermediate_gradient() const {
     alignas(16) static uint8_t memory[16];
     cuda::PackedIntermediateGradient gradient;
-    gradient.s.R = gradient.s.T = R;
-    gradient.s.E = 16;
-    gradient.s.D = 256;
-    gradient.s.P = P;
-    gradient.s.F = 512;
-    gradient.s.dtype = dtype;
-    gradient.s.layout = {true, interleaved, true};
+    set_sizes(&gradient.s);
     gradient.d_y = gradient.h = gradient.dh = Floats(memory, dtype);
     gradient.packed = {memory, memory, weights, AB_FLOAT32, 256, 512};
     return chosen(gradient);

@@ -365,7 +365,7 @@ class DeviceWeights {
     EXPECT_CUDA(cudaMalloc(&memory_, static_cast<size_t>(bytes_of(plain))));
     plain.data = memory_;
     plain_ = std::make_unique<Ordered>(&plain, order);
-    // The same memory as matrices [M, N, C].
+    // ab_unpack takes the same memory as matrices [M, N, C].
     int64_t strides[2][AB_MAX_RANK] = {};
     const bool fp4 = packed.is_fp4();
     ab_tensor from = packed.view({packed.M, packed.N, packed.C}, {0, 1, 2}, strides[0]);

@@ -46,7 +46,7 @@ ab_status launch_signal(const exchange::Group& group, int buffer, int phase, cud
 // Protocol::release() for all ranks.
 ab_status launch_release(const exchange::Group& group, int buffer, cudaStream_t stream);
 
-// The same after an error; nothing if the buffer is released. First waits until all peers have begun the current use.
+// Releases a buffer after an error, if it is in use. The kernel first waits until all peers have begun this use.
 ab_status launch_abandon(const exchange::Group& group, int buffer, cudaStream_t stream);
 
 }  // namespace anabranch::cuda

@@ -57,6 +57,8 @@ struct IntermediateGradientEpilogue {
   // Starts to read the first blocks of h and the assignments of all panels.
   template <class Shape>
   __device__ Prefetched<Shape> begin_prefetch(const SubtileWriter& writer, const Tile& tile, int row) const {
+    static_assert(kPrefetchedBlocks * kBlockBytes <= Shape::kSubtileBuffers * kSubtileBytes,
+                  "the prefetched blocks of h must fit the subtile buffers");
     begin_panel(writer, tile, row);
     Prefetched<Shape> prefetched;
 #pragma unroll
@@ -135,7 +137,6 @@ struct IntermediateGradientEpilogue {
   static constexpr int kBlock = 32;  // 8 columns per lane
   static constexpr int kPrefetchedBlocks = 2;
   static constexpr int kBlockBytes = 2 * 2 * kWarp * 16;
-  static_assert(kPrefetchedBlocks * kBlockBytes <= 2 * kSubtileBytes, "prefetched blocks of h fit the subtile buffers");
 
   // One block of h: a chunk each of gate and up, or (interleaved) the first and the last 4 column pairs.
   struct BlockOfH {

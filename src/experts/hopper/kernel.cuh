@@ -85,7 +85,7 @@ class GroupedProduct {
     const int warpgroup = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
     if (warpgroup < Shape::kProducers) {
       give_up_registers<kProducerRegisters>();
-      // Of two producer warpgroups, only those decode that do not gather rows.
+      // With two producer warpgroups, one that gathers rows does not decode.
       constexpr Loads kFirstLoads = Shape::kProducers > 1 && OperandA::kGathered ? Loads::a : Loads::both;
       if (warp_index() == 1) {
         schedule_tiles<kFirstLoads>();

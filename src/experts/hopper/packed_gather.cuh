@@ -119,7 +119,7 @@ class PackedGather : PackedSteps<Format, kLayout, kColumns, kMajor, kDecoders> {
       Steps::kScaleSteps, Steps::kStepRows, Steps::kSteps;
   static constexpr int kStepBytes = kDecoders * 16;  // in shared memory
   static constexpr int kStages = kMemoryBytes / (kSteps * kStepBytes);
-  // Pieces that are loaded to registers before the first is decoded.
+  // Pieces that are loaded to registers before the first is decoded. With 256 columns there are no registers for more.
   static constexpr int kEarly = kColumns <= 128 ? kSteps : 1;
 
  public:

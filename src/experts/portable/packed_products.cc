@@ -17,8 +17,6 @@ constexpr const char* kNotAligned = "rows or packed weights are not aligned to 1
 constexpr const char* kTooLarge = "sizes exceed 32-bit indices";
 constexpr const char* kSplitsPieces = "a window of columns begins within 16 bytes of packed weights";
 
-bool is_fp4(const PackedMatrices& w) { return w.dtype == AB_FLOAT4_E2M1X2; }
-
 // x: rows of k elements.
 const char* operands_unsupported_reason(const Floats& x, int64_t R, int64_t k, const PackedMatrices& w, int64_t E) {
   if (std::min({R, E, w.N, w.C}) == 0) return kEmpty;
@@ -43,7 +41,7 @@ ab_status with_kernel(const PackedMatrices& w, int32_t dtype, int64_t R, int64_t
     return dtype == AB_BFLOAT16 ? with_tile.template operator()<Format, AB_BFLOAT16>()
                                 : with_tile.template operator()<Format, AB_FLOAT16>();
   };
-  return is_fp4(w) ? with_dtype.template operator()<Mxfp4>() : with_dtype.template operator()<Fp8Blocks>();
+  return w.is_fp4() ? with_dtype.template operator()<Mxfp4>() : with_dtype.template operator()<Fp8Blocks>();
 }
 
 }  // namespace
@@ -60,7 +58,7 @@ const char* unsupported_reason(const PackedIntermediateGradient& g) {
 
 const char* unsupported_reason(const PackedRowsProduct& p) {
   if (check(p).code != AB_OK) return kTooLarge;
-  if (!p.transposed && p.first_column % (is_fp4(p.packed) ? 32 : 16) != 0) return kSplitsPieces;
+  if (!p.transposed && p.first_column % (p.packed.is_fp4() ? 32 : 16) != 0) return kSplitsPieces;
   return operands_unsupported_reason({const_cast<void*>(p.x), p.dtype}, p.R, p.D, p.packed, p.E);
 }
 

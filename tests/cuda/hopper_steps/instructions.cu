@@ -139,7 +139,7 @@ std::vector<uint16_t> position_numbers(int64_t count) {
   return values;
 }
 
-// Of each warp.
+// The subtile buffers of a warp.
 using Subtiles = char[2][kSubtileBytes];
 
 // Writes 64 x kColumns accumulators to a tile, from its row 0 on. Element (row, column) is 256 row + column.

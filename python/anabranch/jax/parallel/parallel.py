@@ -324,7 +324,7 @@ def _has_peers(parallel: Parallel) -> bool:
         _, peers = _peer_mesh(parallel)
         if any(device.process_index != jax.process_index() for group in peers.groups for device in group):
             return False
-        peers.exchange(1)
+        peers.exchange(1)  # the smallest one shows whether the GPUs reach each other's memory
     except ValueError:
         return False
     return True

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from anabranch.exchange_sizes import traffic
+from anabranch.exchange_sizes import GPU_RATES, fastest, traffic
 from anabranch.jax.parallel.exchange import Bounds, Padded, Ragged, Ring, Transport
 from anabranch.jax.parallel.p2p import PeerToPeer
 
@@ -14,11 +14,10 @@ TRANSPORTS: dict[str, Callable[[Bounds], Any]] = {
     "ragged": Ragged,
 }
 
-#: Bytes per second and rank of XLA's collectives, by platform. GPU values were measured on two and four H200s over
-#: NVLink (docs/notes/expert_parallel.md). For other platforms only the ratios matter; on the CPU the emulation of the
-#: ragged exchange gathers everything, so it is never chosen.
+#: Bytes per second and rank by platform; on GPUs all are measured. For other platforms only the ratios matter; on the
+#: CPU the emulation of the ragged exchange gathers everything, so it is never chosen.
 _RATES = {
-    "gpu": {"p2p": 305e9, "ring": 220e9, "all_to_all": 240e9, "ragged": 4.5e9},
+    "gpu": {**GPU_RATES, "ragged": 4.5e9},
     "tpu": {"ring": 1e11, "all_to_all": 1e11, "ragged": 1e11},
     "cpu": {"ring": 1e10, "all_to_all": 1e10},
 }
@@ -42,9 +41,7 @@ def choose(platform: str, bounds: Bounds, itemsize: int, fp8_exchange: bool = Fa
     ('ring', 'ragged')
     """
     rates = _RATES.get(platform, _RATES["gpu"])
-    bytes_sent = traffic(bounds, itemsize, fp8_exchange)
-    names = [name for name in rates if p2p or name != "p2p"]
-    return min(names, key=lambda name: bytes_sent[name] / rates[name])
+    return fastest(rates, traffic(bounds, itemsize, fp8_exchange), p2p)
 
 
 def transport(name: str, bounds: Bounds) -> Transport:

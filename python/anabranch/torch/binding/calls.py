@@ -238,7 +238,8 @@ class PreparedCalls:
 
     def _run_in_phases(self) -> None:
         """Runs the calls with ranges that torch.profiler shows."""
-        for (function, arguments), phase in zip(self._launches, self.phases, strict=False):
+        phases = self.phases[: len(self._launches)]
+        for (function, arguments), phase in zip(self._launches, phases, strict=True):
             with range_of(phase):
                 _library.check_status(function(*arguments))
 

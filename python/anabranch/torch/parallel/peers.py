@@ -179,7 +179,7 @@ class GroupExchanges:
         """An exchange with buffers of at least `size` bytes, ordered after its last call."""
         known = self._uses.get(use)
         capturing = torch.cuda.is_current_stream_capturing()
-        if known is None or known.exchange.sizes[0] < size:
+        if known is None or not self.has(use, size):
             if capturing:
                 raise RuntimeError(
                     f"transport: got the first call with {size} bytes in the capture of a CUDA graph, expected an "

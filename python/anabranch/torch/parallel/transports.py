@@ -5,25 +5,30 @@ from typing import Any
 
 import torch
 
-from anabranch.exchange_sizes import ExchangeSizes, traffic
+from anabranch.exchange_sizes import GPU_RATES, ExchangeSizes, fastest, traffic
 from anabranch.torch.parallel.exchange import Padded, Ranks, Ring, Transport
 from anabranch.torch.parallel.p2p import PeerToPeer, abandon
 
 TRANSPORTS: dict[str, type[Transport]] = {"ring": Ring, "p2p": PeerToPeer, "all_to_all": Padded}
 
-#: Bandwidth in bytes/s per rank, for the transports that "auto" considers. GPU: over NVLink, of NCCL measured through
-#: XLA and of copies between peers (docs/notes/expert_parallel.md). CPU: only the ratio matters.
-_RATES = {"cuda": {"p2p": 305e9, "ring": 220e9, "all_to_all": 240e9}, "cpu": {"ring": 1e10, "all_to_all": 1e10}}
+#: Bytes per second and rank, by device type. CPU: only the ratio matters.
+_RATES = {"cuda": GPU_RATES, "cpu": {"ring": 1e10, "all_to_all": 1e10}}
 
 
 def choose(device: str, sizes: ExchangeSizes, itemsize: int, fp8_exchange: bool = False, p2p: bool = False) -> str:
-    """The transport for transport="auto": the one with the smallest estimate bytes / bandwidth.
+    """The transport for transport="auto".
 
-    p2p: whether the group can use this transport.
+    Args:
+      device: "cuda" or "cpu"; the rates of any other type are those of "cuda".
+      sizes: the sizes of the exchange.
+      itemsize: bytes per element of x.
+      fp8_exchange: as in `moe`.
+      p2p: whether the group can use this transport.
+
+    Returns:
+      A key of `TRANSPORTS`.
     """
-    rates, bytes_sent = _RATES.get(device, _RATES["cuda"]), traffic(sizes, itemsize, fp8_exchange)
-    names = [name for name in rates if p2p or name != "p2p"]
-    return min(names, key=lambda name: bytes_sent[name] / rates[name])
+    return fastest(_RATES.get(device, GPU_RATES), traffic(sizes, itemsize, fp8_exchange), p2p)
 
 
 def transport(name: str, ranks: Ranks) -> Any:

@@ -19,6 +19,8 @@ struct PackedMatrices {
   int32_t scales_dtype = 0;
   int64_t N = 0;
   int64_t C = 0;
+
+  bool is_fp4() const { return dtype == AB_FLOAT4_E2M1X2; }
 };
 
 // Phases whose weights are packed; `w_in`, `w_out` or `w` is not read. The columns of a RowsProduct begin with

@@ -27,7 +27,7 @@ struct Fp8Pieces {
   static constexpr int kScaleElements = static_cast<int>(kScaleBlock);
   static constexpr int kScaleRows = static_cast<int>(kScaleBlock);
 
-  // As above.
+  // Returns the bits of a scale. Nothing waits for them before they are used.
   static __device__ __forceinline__ uint32_t load_scale(const void* scales, int32_t dtype, uint32_t i) {
     switch (dtype) {
       case AB_FLOAT32: return static_cast<const uint32_t*>(scales)[i];
@@ -36,7 +36,7 @@ struct Fp8Pieces {
     }
   }
 
-  // The bits of a scale as those of a float32.
+  // Returns the bits of the scale as a float32. bits: from load_scale().
   static __device__ __forceinline__ uint32_t scale_of(uint32_t bits, int32_t dtype) {
     return dtype == AB_FLOAT32    ? bits
            : dtype == AB_BFLOAT16 ? bits << 16

@@ -37,6 +37,15 @@ struct GatherSource {
   static __device__ __forceinline__ void copy_chunk(uint32_t to, const char* from, uint32_t place, bool in_bounds) {
     copy_async_16(to, from + static_cast<uint64_t>(place) * 16, in_bounds && place != kOutOfBounds);
   }
+
+  // Likewise, but `place` is in bounds. In C++ the compiler adds `place` to the constants in `from` first, which takes
+  // two more instructions for the address.
+  static __device__ __forceinline__ void copy_valid_chunk(uint32_t to, const char* from, uint32_t place,
+                                                          bool in_bounds) {
+    const char* chunk;
+    asm("mad.wide.u32 %0, %1, 16, %2;" : "=l"(chunk) : "r"(place), "l"(from));
+    copy_async_16(to, chunk, in_bounds);
+  }
 };
 
 // An operand's Gather class is one thread's share of copying the panels of a tile's k-blocks. copy() starts the copies
@@ -47,18 +56,21 @@ struct NoGather {
   __device__ void copy(uint32_t, const Tile&, int) const {}
 };
 
-// Gathers the rows of a tile for K-major operands. A warp copies a quarter of them with 8 lanes per row. Lane i copies
-// rows i / 8 + 8 j and i / 8 + 4 + 8 j, so it needs only two swizzle patterns.
+// Where a lane finds the rows of a tile for K-major operands, and their places in a stage. A warp copies a quarter of
+// the rows with 8 lanes per row. Lane i copies rows i / 8 + 8 j and i / 8 + 4 + 8 j, so it needs only two swizzle
+// patterns.
 template <int kRows>
-class RowGather {
- public:
-  __device__ RowGather(const GatherSource& from, const Tile& tile)
-      : from_(from), chunk_(lane_index() % kRowChunks), first_(swizzled(first_row() + row_of(0), chunk_)) {
+class RowPlaces {
+ protected:
+  // Rows that are out of range get the place `no_row`.
+  __device__ __forceinline__ RowPlaces(const GatherSource& from, const Tile& tile, uint32_t no_row)
+      : first_(swizzled(first_row() + row_of(0), chunk())) {
     uint32_t places[kWarpRows / kWarp];
 #pragma unroll
     for (int i = 0; i < kWarpRows / kWarp; ++i) {
       const int32_t row = tile.row + first_row() + i * kWarp + lane_index();
       places[i] = row < tile.end_row ? from.place_of(from.slot_of(row)) : GatherSource::kOutOfBounds;
+      if (places[i] == GatherSource::kOutOfBounds) places[i] = no_row;
     }
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
@@ -67,19 +79,23 @@ class RowGather {
     }
   }
 
-  __device__ void copy(uint32_t to, const Tile& tile, int k_block) const {
-    if (kWarpRows >= kPanel && tile.row + first_row() >= tile.end_row) return;  // nothing multiplies this panel
-    const int32_t source_chunk = (tile.k + k_block * kBlockK) / 8 + chunk_;
-    const bool in_bounds = source_chunk < from_.row_chunks;
-    const char* from = from_.source + int64_t{source_chunk} * 16;
+  // Whether nothing multiplies the panel of the warp's rows.
+  static __device__ bool is_outside(const Tile& tile) {
+    return kWarpRows >= kPanel && tile.row + first_row() >= tile.end_row;
+  }
+
+  // Calls copy(to, place) for the lane's rows. to: the address of its chunk in the panels at `stage`.
+  template <class Copy>
+  __device__ __forceinline__ void for_rows(uint32_t stage, const Copy& copy) const {
     // Four rows further down, the swizzle flips one bit of the chunk index.
-    const uint32_t firsts[] = {to + first_, to + (first_ ^ 4 * 16) + 4 * kSwizzleBytes};
+    const uint32_t firsts[] = {stage + first_, stage + (first_ ^ 4 * 16) + 4 * kSwizzleBytes};
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      GatherSource::copy_chunk(firsts[i / (kEach / 2)] + i % (kEach / 2) * kRowStep * kSwizzleBytes, from, places_[i],
-                               in_bounds);
+      copy(firsts[i / (kEach / 2)] + i % (kEach / 2) * kRowStep * kSwizzleBytes, places_[i]);
     }
   }
+
+  static __device__ int chunk() { return lane_index() % kRowChunks; }  // in every row
 
  private:
   static constexpr int kWarpRows = kRows / 4;
@@ -92,10 +108,49 @@ class RowGather {
     return lane_index() / kRowChunks + i / (kEach / 2) * (kWarp / kRowChunks) + i % (kEach / 2) * kRowStep;
   }
 
-  const GatherSource& from_;
-  int chunk_;       // in every row
-  uint32_t first_;  // offset of the first row's chunk from `to`
+  uint32_t first_;  // offset of the first row's chunk from the stage
   uint32_t places_[kEach];
+};
+
+template <int kRows>
+class RowGather : RowPlaces<kRows> {
+ public:
+  __device__ RowGather(const GatherSource& from, const Tile& tile)
+      : RowPlaces<kRows>(from, tile, GatherSource::kOutOfBounds), from_(from) {}
+
+  __device__ void copy(uint32_t to, const Tile& tile, int k_block) const {
+    if (this->is_outside(tile)) return;
+    const int32_t source_chunk = (tile.k + k_block * kBlockK) / 8 + this->chunk();
+    const bool in_bounds = source_chunk < from_.row_chunks;
+    const char* from = from_.source + int64_t{source_chunk} * 16;
+    this->for_rows(to, [&](uint32_t at, uint32_t place) { GatherSource::copy_chunk(at, from, place, in_bounds); });
+  }
+
+ private:
+  const GatherSource& from_;
+};
+
+// Like RowGather for tiles from k = 0 on, but rows out of range are row 0 instead of zeros, which saves an instruction
+// per copy. From a matrix without rows nothing is copied.
+template <int kRows>
+class RowGatherOfAny : RowPlaces<kRows> {
+ public:
+  __device__ RowGatherOfAny(const GatherSource& from, const Tile& tile)
+      : RowPlaces<kRows>(from, tile, 0),
+        from_(from.source + this->chunk() * 16),
+        left_(from.source_rows == 0 || this->is_outside(tile) ? -1 : from.row_chunks - this->chunk()) {}
+
+  __device__ void copy(uint32_t to, const Tile&, int k_block) const {
+    if (left_ < 0) return;
+    const char* from = from_ + k_block * kSwizzleBytes;
+    const bool in_bounds = left_ > k_block * kRowChunks;
+    this->for_rows(to,
+                   [&](uint32_t at, uint32_t place) { GatherSource::copy_valid_chunk(at, from, place, in_bounds); });
+  }
+
+ private:
+  const char* from_;  // the lane's chunk of row 0
+  int32_t left_;      // chunks of a row from the lane's on; -1: nothing to copy
 };
 
 // Gathers rows as the k dimension (MN-major operands): a k-block of rows with kCount columns each, which are rows or

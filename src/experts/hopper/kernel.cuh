@@ -83,14 +83,15 @@ class GroupedProduct {
     sync_cluster<Shape::kBlocks>();
     wait_for_previous_kernel();
     const int warpgroup = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
-    if (warpgroup < Shape::kProducers) {
+    // With two producer warpgroups, one that gathers rows does not decode.
+    constexpr Loads kFirstLoads = Shape::kProducers > 1 && OperandA::kGathered ? Loads::a : Loads::both;
+    if (Shape::kProducers > 1 && warpgroup == 1) {
+      give_up_registers<kSecondProducerRegisters>();
+      load_tiles<Loads::b>(false);
+    } else if (warpgroup == 0) {
       give_up_registers<kProducerRegisters>();
-      // With two producer warpgroups, one that gathers rows does not decode.
-      constexpr Loads kFirstLoads = Shape::kProducers > 1 && OperandA::kGathered ? Loads::a : Loads::both;
       if (warp_index() == 1) {
         schedule_tiles<kFirstLoads>();
-      } else if (Shape::kProducers > 1 && warpgroup > 0) {
-        load_tiles<Loads::b>(false);
       } else if (warp_index() == 0 || kGathers) {
         load_tiles<kFirstLoads>(warp_index() == 0);
       }
@@ -103,16 +104,19 @@ class GroupedProduct {
 
  private:
   // Registers per thread after setmaxnreg. Every thread starts with 65536 / kThreads, rounded down to a multiple of 8.
-  // Each of two producer warpgroups gets 48. A single one that gathers and decodes gets 72. Those for FP8, or that
-  // gather, get 56, but gathering ones only if the epilogue does not need the registers; others get 40.
+  // Of two producer warpgroups, one that only gathers gets 56 and one that only decodes 40; if both decode, each
+  // gets 48. A single one that gathers and decodes gets 72. Those for FP8, or that gather, get 56, but gathering ones
+  // only if the epilogue does not need the registers; others get 40.
   static constexpr bool kLargeProducer =
       OperandA::kScaled || (kGathers && !P::Epilogue::template kNeedsRegisters<Shape>);
-  static constexpr int kProducerRegisters = Shape::kProducers == 2 ? 48
+  static constexpr int kProducerRegisters = Shape::kProducers == 2 ? (OperandA::kGathered ? 56 : 48)
                                             : OperandB::kPacked    ? 72
                                             : kLargeProducer       ? 56
                                                                    : 40;
+  static constexpr int kSecondProducerRegisters = OperandA::kGathered ? 40 : 48;
   static constexpr int kRegisters = 65536 / Shape::kThreads / 8 * 8 * (Shape::kProducers + Shape::kConsumers);
-  static constexpr int kConsumerRegisters = (kRegisters - Shape::kProducers * kProducerRegisters) / 16 * 8;
+  static constexpr int kConsumerRegisters =
+      (kRegisters - kProducerRegisters - (Shape::kProducers == 2 ? kSecondProducerRegisters : 0)) / 16 * 8;
 
   template <Loads kLoads>
   __device__ void schedule_tiles() {

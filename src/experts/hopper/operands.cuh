@@ -264,6 +264,12 @@ struct GatheredRowOperand : LoadedByThreads {
   using Gather = RowGather<kRows>;
 };
 
+// Likewise, but rows out of range are not zero. For epilogues that do not read their accumulators.
+struct AnyRowOperand : GatheredRowOperand {
+  template <int kRows>
+  using Gather = RowGatherOfAny<kRows>;
+};
+
 // Operand A or B of a weight gradient: the rows of a matrix are k, its columns are rows or columns of the result.
 template <Side kSide>
 struct RowsAsK : LoadedByTma {

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import frameworks
 import gloo_ranks
@@ -271,6 +272,29 @@ def test_a_capacity_beyond_all_slots_drops_nothing(group_of_one, transport):
         got = moe(**arrays, topk=K, group=group_of_one, transport=transport, capacity_factor=factor)
         assert got.dropped == 0
         torch.testing.assert_close(got.output, want.output)
+
+
+class Collectives(TorchDispatchMode):
+    """Records the names of torch's functional collectives."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        if function.namespace == "_c10d_functional":
+            self.names.add(function.overloadpacket.__name__)
+        return function(*arguments, **(options or {}))
+
+
+@pytest.mark.parametrize("transport", ["ring", "all_to_all"])
+def test_no_all_gather_corrupts_the_heap_on_the_cpu(group_of_one, transport):
+    """torch's all-gather over Gloo may corrupt it."""
+    arrays = {n: in_torch.tensor(a).requires_grad_() for n, a in operands(T, E, K, D, F).items() if a is not None}
+    with Collectives() as collectives:
+        result = moe(**arrays, **LOSSES, group=group_of_one, transport=transport, capacity_factor=0.5)
+        (result.output.sum() + result.aux_loss + result.z_loss).backward()
+    assert collectives.names == {"all_reduce", "all_to_all_single", "wait_tensor"}
 
 
 def test_counts_are_added_up_over_ranks_in_int64(group_of_one):

@@ -50,6 +50,9 @@ class Ranks(ExchangeSizes):
         """All-gathers tensors [n, ...] to [P n, ...]."""
         if tensor.shape[0] == 0:
             return tensor
+        if tensor.device.type == "cpu":
+            # torch's all-gather over Gloo may corrupt the heap, see "Gloo" in docs/notes/expert_parallel.md.
+            return self.exchange(tensor.expand(self.ranks, *tensor.shape).flatten(0, 1))
         with range_of(EXCHANGE):
             arriving = private.collectives.all_gather_into_tensor(_dense(tensor), self.ranks, self.group)
             gathered: Tensor = private.collectives.wait_tensor(arriving)

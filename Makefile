@@ -40,7 +40,8 @@ demo:
 # CPU-minutes (user and system) on two cores of an AMD EPYC, without a compiler cache. Beside other programs they are up
 # to a half more.
 #   lint              4.5   includes the package's first build
-#   test-cpp                CUDA code for one architecture 3.9, emulated kernels 2.3, CPU library 0.8
+#   test-cpp         12.4   CUDA code for one architecture 3.9, emulated kernels and their tests 2.9 and to run them 1.8,
+#                           other tests 2.0 and 0.3, CPU library 1.2
 #   test-sanitizers   5     AddressSanitizer's build 2.9, its tests and fuzzing 1.1, ThreadSanitizer's 1.0
 #   test-python      17.8   parallel 4.8, ops 4.3, layer 2.7, package 2.0, examples 1.3, transformers 1.1, te 0.8,
 #                           bench 0.4, reference 0.3: a process per folder; make test-python collects all tests twice

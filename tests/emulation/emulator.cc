@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <numeric>
 #include <random>
 #include <utility>
 #include <vector>
@@ -34,12 +35,11 @@ struct Barrier {
 };
 
 // A fiber. It starts from a ucontext and then switches by _longjmp, which avoids the signal-mask system call of
-// swapcontext.
+// swapcontext. After a kernel it waits for that of the next block.
 struct Thread {
-  ucontext_t context;
   jmp_buf resume_point;
   bool started = false;
-  std::vector<char> stack = std::vector<char>(kStackBytes);
+  std::unique_ptr<char[]> stack = std::make_unique_for_overwrite<char[]>(kStackBytes);
   bool finished = false;
   const Barrier* barrier = nullptr;  // the barrier it waits at; nullptr: runnable
   int64_t waits_for = 0;             // the phase of the barrier that must complete
@@ -50,11 +50,14 @@ struct Thread {
 
 struct Warp {
   Barrier barrier;
+  int running = 0;  // threads that have not finished
   char published[2][kLanes][64];
+  char results[2][kLanes][64];
+  bool computed[2];
 };
 
 struct Block {
-  std::vector<Thread> threads;
+  int running = 0;
   std::vector<Warp> warps;
   Barrier barrier;
   Barrier named[16];
@@ -63,41 +66,47 @@ struct Block {
 };
 
 Options options;
+std::vector<std::unique_ptr<Thread>> fibers;  // those of the largest block so far
 Block block;
 jmp_buf scheduler;
 int current = 0;
 const std::function<void()>* body = nullptr;
 
-Thread& self() { return block.threads[static_cast<size_t>(current)]; }
+Thread& self() { return *fibers[static_cast<size_t>(current)]; }
 Warp& warp() { return block.warps[static_cast<size_t>(current / kLanes)]; }
 
 void yield() {
   if (_setjmp(self().resume_point) == 0) _longjmp(scheduler, 1);
 }
 
+void run_thread() {
+  for (;;) {
+    (*body)();
+    if (!self().open.empty()) fail("a thread finished without waiting for its copies");
+    self().finished = true;
+    --warp().running;
+    --block.running;
+    yield();
+  }
+}
+
 void resume() {
   if (_setjmp(scheduler) != 0) return;
-  if (self().started) _longjmp(self().resume_point, 1);
-  self().started = true;
-  setcontext(&self().context);
+  Thread& thread = self();
+  if (thread.started) _longjmp(thread.resume_point, 1);
+  thread.started = true;
+  ucontext_t context;
+  getcontext(&context);
+  context.uc_stack.ss_sp = thread.stack.get();
+  context.uc_stack.ss_size = kStackBytes;
+  context.uc_link = nullptr;
+  makecontext(&context, run_thread, 0);
+  setcontext(&context);
 }
 
-void run_thread() {
-  (*body)();
-  self().finished = true;
-  if (!self().open.empty()) fail("a thread finished without waiting for its copies");
-  yield();
-}
-
-int count_running(int begin, int end) {
-  int count = 0;
-  for (int i = begin; i < end; ++i) count += block.threads[static_cast<size_t>(i)].finished ? 0 : 1;
-  return count;
-}
-
-// Completes the barrier's phase if all running threads of [begin, end) have arrived.
-bool release(Barrier& barrier, int begin, int end) {
-  if (barrier.arrived == 0 || barrier.arrived < count_running(begin, end)) return false;
+// Completes the barrier's phase if all `running` threads have arrived.
+bool release(Barrier& barrier, int running) {
+  if (barrier.arrived == 0 || barrier.arrived < running) return false;
   barrier.arrived = 0;
   ++barrier.phase;
   return true;
@@ -117,7 +126,7 @@ void wait(Barrier& barrier, int expected = 0) {
 }
 
 bool can_run(int index) {
-  const Thread& thread = block.threads[static_cast<size_t>(index)];
+  const Thread& thread = *fibers[static_cast<size_t>(index)];
   if (thread.finished) return false;
   return thread.barrier == nullptr || thread.barrier->phase > thread.waits_for;
 }
@@ -137,10 +146,9 @@ void copy_now(const Copy& copy) {
 }
 
 void run_block() {
-  const int threads = static_cast<int>(block.threads.size());
-  std::vector<int> order(block.threads.size());
-  for (int i = 0; i < threads; ++i)
-    order[static_cast<size_t>(i)] = options.order == Order::backward ? threads - 1 - i : i;
+  std::vector<int> order(block_size.x);
+  std::iota(order.begin(), order.end(), 0);
+  if (options.order == Order::backward) std::reverse(order.begin(), order.end());
   std::mt19937 random(block_index.x);
   for (;;) {
     if (options.order == Order::shuffled) std::shuffle(order.begin(), order.end(), random);
@@ -151,11 +159,10 @@ void run_block() {
       thread_index = {static_cast<unsigned>(index), 0, 0};
       progress = true;
       resume();
-      const int first = index / kLanes * kLanes;
-      release(warp().barrier, first, std::min(first + kLanes, threads));
+      release(warp().barrier, warp().running);
     }
-    if (release(block.barrier, 0, threads)) progress = true;
-    if (count_running(0, threads) == 0) return;
+    if (release(block.barrier, block.running)) progress = true;
+    if (block.running == 0) return;
     if (!progress) fail("deadlock: all threads wait");
   }
 }
@@ -175,27 +182,23 @@ void run_grid(int64_t blocks, int threads, size_t bytes, const std::function<voi
   body = &kernel;
   grid_size = {static_cast<unsigned>(blocks), 1, 1};
   block_size = {static_cast<unsigned>(threads), 1, 1};
-  if (block.threads.size() != static_cast<size_t>(threads))
-    block.threads = std::vector<Thread>(static_cast<size_t>(threads));
+  while (fibers.size() < block_size.x) fibers.push_back(std::make_unique<Thread>());
   for (int64_t b = 0; b < blocks; ++b) {
     block_index = {static_cast<unsigned>(b), 0, 0};
-    block.warps = std::vector<Warp>(static_cast<size_t>((threads + kLanes - 1) / kLanes));
+    block.running = threads;
+    block.warps.assign(static_cast<size_t>((threads + kLanes - 1) / kLanes), Warp{});
     block.barrier = {};
     std::fill(std::begin(block.named), std::end(block.named), Barrier{});
     block.shared_bytes = bytes;
     block.memory.assign(bytes, static_cast<char>(0xff));  // NaN
-    for (Thread& thread : block.threads) {
+    for (int i = 0; i < threads; ++i) {
+      Thread& thread = *fibers[static_cast<size_t>(i)];
       thread.finished = false;
-      thread.started = false;
       thread.barrier = nullptr;
       thread.publications = 0;
       thread.groups.clear();
       thread.open.clear();
-      getcontext(&thread.context);
-      thread.context.uc_stack.ss_sp = thread.stack.data();
-      thread.context.uc_stack.ss_size = thread.stack.size();
-      thread.context.uc_link = nullptr;
-      makecontext(&thread.context, run_thread, 0);
+      ++block.warps[static_cast<size_t>(i / kLanes)].running;
     }
     run_block();
   }
@@ -207,10 +210,20 @@ void sync_threads(int barrier, int threads) { wait(block.named[barrier], threads
 
 const char (*publish(const void* value, size_t bytes))[64] {
   if (bytes > 64) fail("a lane publishes %zu bytes, expected at most 64", bytes);
-  auto& published = warp().published[self().publications++ % 2];
+  const int64_t turn = self().publications++ % 2;
+  auto& published = warp().published[turn];
   std::memcpy(published[current % kLanes], value, bytes);
+  warp().computed[turn] = false;
   wait(warp().barrier);
   return published;
+}
+
+const char* compute_in_warp(const void* value, size_t bytes, WarpFunction* function) {
+  const int64_t turn = self().publications % 2;
+  const auto* const published = publish(value, bytes);
+  auto& results = warp().results[turn];
+  if (!std::exchange(warp().computed[turn], true)) function(published, results);
+  return results[current % kLanes];
 }
 
 void start_copy(uint32_t to, const void* from, uint32_t bytes, uint32_t padded_bytes) {

@@ -548,13 +548,12 @@ struct RowRouter {
 template <int kLanes, int kItems>
 constexpr int kBlocksPerSm = kLanes == kWarp && kItems <= 16 ? kBlocks + 1 : kBlocks;
 
+// What a block of `route` does.
 template <Mode kMode, int kSize, int kLanes, int kItems, int kList, bool kGrouped>
-__global__ void __launch_bounds__(kMaxWarps* kWarp, kBlocksPerSm<kLanes, kItems>)
-    route(const __grid_constant__ RouteCall call) {
+__device__ __forceinline__ void route_block(const RouteCall& call) {
   using Router = RowRouter<kMode, kSize, kLanes, kItems, kList, kGrouped>;
   using Rows = typename Router::Rows;
   constexpr unsigned kTokens = Router::kTokens;
-  if constexpr (kMode == Mode::softmax && !has_logit_size<kSize>()) return fail_without_code();
   char* const shared = dynamic_shared_array<char>();
   const RouterForward& op = call.op;
   let_next_kernel_start();
@@ -602,6 +601,16 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp, kBlocksPerSm<kLanes, kItems>
   }
   router.finish_sums();
   end_block(call, shared);
+}
+
+template <Mode kMode, int kSize, int kLanes, int kItems, int kList, bool kGrouped>
+__global__ void __launch_bounds__(kMaxWarps* kWarp, kBlocksPerSm<kLanes, kItems>)
+    route(const __grid_constant__ RouteCall call) {
+  if constexpr (kMode == Mode::softmax && !has_logit_size<kSize>()) {
+    fail_without_code();
+  } else {
+    route_block<kMode, kSize, kLanes, kItems, kList, kGrouped>(call);
+  }
 }
 
 }  // namespace

@@ -408,10 +408,9 @@ struct RowGradients {
   }
 };
 
+// What a block of `route_backward` does.
 template <Scores kScores, int kSize, int kLanes, int kItems, int kSlots, bool kReadsRows>
-__global__ void __launch_bounds__(kWarps* kWarp, blocks_per_sm(kScores, kSize, kSlots, kReadsRows))
-    route_backward(const __grid_constant__ BackwardCall call) {
-  if constexpr (!has_logit_size<kSize>()) return fail_without_code();
+__device__ __forceinline__ void route_backward_block(const BackwardCall& call) {
   using Gradients = RowGradients<kScores, kSize, kLanes, kItems, kSlots, kReadsRows>;
   using Rows = typename Gradients::Rows;
   constexpr unsigned kTokens = Gradients::kTokens;
@@ -492,6 +491,16 @@ __global__ void __launch_bounds__(kWarps* kWarp, blocks_per_sm(kScores, kSize, k
     const Rows used = rows;
     rows = next_rows;
     next_rows = used;
+  }
+}
+
+template <Scores kScores, int kSize, int kLanes, int kItems, int kSlots, bool kReadsRows>
+__global__ void __launch_bounds__(kWarps* kWarp, blocks_per_sm(kScores, kSize, kSlots, kReadsRows))
+    route_backward(const __grid_constant__ BackwardCall call) {
+  if constexpr (has_logit_size<kSize>()) {
+    route_backward_block<kScores, kSize, kLanes, kItems, kSlots, kReadsRows>(call);
+  } else {
+    fail_without_code();
   }
 }
 

@@ -46,6 +46,11 @@ void sync_threads(int barrier, int threads);
 // is valid until the second next call of the lane.
 const char (*publish(const void* value, size_t bytes))[64];
 
+// Exchanges values like `publish`. The first lane that continues calls `function`, which computes a result for each
+// lane from all lanes' values. Returns that of this lane.
+using WarpFunction = void(const char (*published)[64], char (*results)[64]);
+const char* compute_in_warp(const void* value, size_t bytes, WarpFunction* function);
+
 template <class T>
 T value_of_lane(const T& value, int lane) {
   T result;

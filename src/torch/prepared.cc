@@ -75,7 +75,9 @@ class Prepared {
       const Cell& cell = d.cells[i];
       const int64_t number = numbers_[cell.number];
       if (cell.bytes == 4) {
-        *static_cast<int32_t*>(cell.address) = static_cast<int32_t>(number);
+        const auto value = static_cast<int32_t>(number);
+        if (value != number) return false;  // a new recording refuses it by name
+        *static_cast<int32_t*>(cell.address) = value;
       } else {
         *static_cast<int64_t*>(cell.address) = number;
       }

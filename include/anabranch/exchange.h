@@ -86,8 +86,8 @@ AB_API ab_status ab_cuda_exchange_register(ab_exchange* exchange, const char* na
 /* AB_INTERNAL if the exchange is broken. Does not wait for the device. */
 AB_API ab_status ab_cuda_exchange_check(const ab_exchange* exchange);
 
-/* Waits for the device of the exchange, then closes it. NULL is accepted. Graphs with calls on the exchange must not be
- * replayed afterwards.
+/* Waits for the device of the exchange, then closes it. NULL is accepted. No other thread may use the exchange during
+ * this call, and graphs with calls on it must not be replayed afterwards.
  *
  * Peers may still be at work: the memory that they write to is kept until all of them have destroyed their exchanges,
  * and is freed by a later create, connect or destroy of this process. If peers are in other processes, the 2 MiB of the

@@ -38,8 +38,8 @@ struct GatherSource {
     copy_async_16(to, from + static_cast<uint64_t>(place) * 16, in_bounds && place != kOutOfBounds);
   }
 
-  // Likewise, but `place` is in bounds. In C++ the compiler adds `place` to the constants in `from` first, which takes
-  // two more instructions for the address.
+  // Copies a chunk of the row at `place`, which is in bounds, or writes zeros without reading if in_bounds is false. In
+  // PTX the address takes two instructions less than in C++, where the compiler sums its terms in another order.
   static __device__ __forceinline__ void copy_valid_chunk(uint32_t to, const char* from, uint32_t place,
                                                           bool in_bounds) {
     const char* chunk;
@@ -56,13 +56,13 @@ struct NoGather {
   __device__ void copy(uint32_t, const Tile&, int) const {}
 };
 
-// Where a lane finds the rows of a tile for K-major operands, and their places in a stage. A warp copies a quarter of
-// the rows with 8 lanes per row. Lane i copies rows i / 8 + 8 j and i / 8 + 4 + 8 j, so it needs only two swizzle
-// patterns.
+// The rows of a tile that a lane copies for a K-major operand: where they begin in the matrix, and where they go in a
+// stage. A warp copies a quarter of the rows with 8 lanes per row. Lane i copies rows i / 8 + 8 j and i / 8 + 4 + 8 j,
+// so it needs only two swizzle patterns.
 template <int kRows>
 class RowPlaces {
  protected:
-  // Rows that are out of range get the place `no_row`.
+  // no_row: the place of rows that are out of range.
   __device__ __forceinline__ RowPlaces(const GatherSource& from, const Tile& tile, uint32_t no_row)
       : first_(swizzled(first_row() + row_of(0), chunk())) {
     uint32_t places[kWarpRows / kWarp];
@@ -112,6 +112,7 @@ class RowPlaces {
   uint32_t places_[kEach];
 };
 
+// Gathers the rows of a tile. Rows out of range are zeros.
 template <int kRows>
 class RowGather : RowPlaces<kRows> {
  public:
@@ -130,12 +131,12 @@ class RowGather : RowPlaces<kRows> {
   const GatherSource& from_;
 };
 
-// Like RowGather for tiles from k = 0 on, but rows out of range are row 0 instead of zeros, which saves an instruction
-// per copy. From a matrix without rows nothing is copied.
+// Gathers the rows of a tile that begins at k = 0. Rows out of range are clamped to row 0, which saves an instruction
+// per copy. If the matrix has no rows, nothing is copied.
 template <int kRows>
-class RowGatherOfAny : RowPlaces<kRows> {
+class ClampedRowGather : RowPlaces<kRows> {
  public:
-  __device__ RowGatherOfAny(const GatherSource& from, const Tile& tile)
+  __device__ ClampedRowGather(const GatherSource& from, const Tile& tile)
       : RowPlaces<kRows>(from, tile, 0),
         from_(from.source + this->chunk() * 16),
         left_(from.source_rows == 0 || this->is_outside(tile) ? -1 : from.row_chunks - this->chunk()) {}

@@ -104,9 +104,14 @@ class GroupedProduct {
 
  private:
   // Registers per thread after setmaxnreg. Every thread starts with 65536 / kThreads, rounded down to a multiple of 8.
-  // Of two producer warpgroups, one that only gathers gets 56 and one that only decodes 40; if both decode, each
-  // gets 48. A single one that gathers and decodes gets 72. Those for FP8, or that gather, get 56, but gathering ones
-  // only if the epilogue does not need the registers; others get 40.
+  // Producer warpgroups get:
+  //
+  //   two, and the first gathers    56 and 40
+  //   two that decode               48 each
+  //   one that gathers and decodes  72
+  //   one for FP8                   56
+  //   one that gathers              56, or 40 if the epilogue needs the registers
+  //   others                        40
   static constexpr bool kLargeProducer =
       OperandA::kScaled || (kGathers && !P::Epilogue::template kNeedsRegisters<Shape>);
   static constexpr int kProducerRegisters = Shape::kProducers == 2 ? (OperandA::kGathered ? 56 : 48)

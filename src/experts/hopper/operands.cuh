@@ -264,10 +264,10 @@ struct GatheredRowOperand : LoadedByThreads {
   using Gather = RowGather<kRows>;
 };
 
-// Likewise, but rows out of range are not zero. For epilogues that do not read their accumulators.
-struct AnyRowOperand : GatheredRowOperand {
+// The same with ClampedRowGather. The epilogue must ignore the accumulators of rows that are out of range.
+struct ClampedRowOperand : GatheredRowOperand {
   template <int kRows>
-  using Gather = RowGatherOfAny<kRows>;
+  using Gather = ClampedRowGather<kRows>;
 };
 
 // Operand A or B of a weight gradient: the rows of a matrix are k, its columns are rows or columns of the result.

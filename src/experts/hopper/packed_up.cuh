@@ -16,7 +16,7 @@ ab_status prepare_up_weights(const PackedUp& up, PackedOperand<Shape, Format, kL
 
 template <class Format, GateUpLayout kLayout>
 ab_status launch_packed_up(const PackedUp& up, int multiprocessors, cudaStream_t stream) {
-  return launch_up<PackedTile256x128, BFloat16, AnyRowOperand, kLayout, Major::k, RowTiles,
+  return launch_up<PackedTile256x128, BFloat16, ClampedRowOperand, kLayout, Major::k, RowTiles,
                    PackedOperand<PackedTile256x128, Format, kLayout, Major::k, kWarpgroup>>(up, multiprocessors,
                                                                                             stream);
 }

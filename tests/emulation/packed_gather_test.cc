@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/cuda/launch.h"
+#include "core/cuda/panel.cuh"
 #include "core/dtype.h"
 #include "core/floats.h"
 #include "experts/hopper/packed_gather.cuh"
@@ -17,33 +18,35 @@ namespace {
 using namespace anabranch::cuda;
 using namespace anabranch::cuda::hopper;
 
-// How a GEMM decodes. kColumns, kMemoryBytes: of its tile shape (tile_shape.cuh, which needs wgmma). kDecoders:
-// threads.
-template <int kColumns_, int kMemoryBytes_, int kDecoders_>
+// How a GEMM decodes: constants of its tile shape (tile_shape.cuh, which needs wgmma).
+template <int kColumns_, int kMemoryBytes_, int kBlocks_>
 struct Way {
   static constexpr int kColumns = kColumns_;
   static constexpr int kMemoryBytes = kMemoryBytes_;
   static constexpr int kStageBytes = kColumns * kSwizzleBytes;
-  static constexpr int kDecoders = kDecoders_;
+  static constexpr int kBlocks = kBlocks_;  // of a cluster
 };
-using OfUp = Way<128, 16 << 10, 128>;
-using OfRows = Way<128, 16 << 10, 256>;
-using OfGradient = Way<256, 48 << 10, 128>;
+using OfPair = Way<128, 16 << 10, 2>;
+using OfGradient = Way<256, 48 << 10, 1>;
 
-// Writes tiles [count, kColumns, k] in bfloat16. One CTA of the threads that decode.
+// Writes tiles [count, kColumns, k] in bfloat16. One cluster, of one producer warpgroup per block; each block writes
+// what it decodes.
 template <class Way, class Format, GateUpLayout kLayout, Major kMajor>
 __global__ void decode_tiles(const PackedSource source, const Tile* const tiles, const int count, uint16_t* const to,
                              const int k) {
   constexpr int kColumns = Way::kColumns;
   const auto stage = static_cast<uint32_t>(Way::kMemoryBytes);
   for (int n = 0; n < count; ++n) {
-    PackedGather<Format, kLayout, kColumns, Way::kMemoryBytes, kMajor, Way::kDecoders> gather(source, tiles[n], 0);
+    PackedGather<Format, kLayout, kColumns, Way::kMemoryBytes, kMajor, Way::kBlocks> gather(source, tiles[n], 0);
+    const int first = gather.decodes_one() ? static_cast<int>(blockIdx.x) * kPanel : 0;
+    const int end = gather.decodes_one() ? first + kPanel : kColumns;
     for (int k_block = 0; k_block < tiles[n].k_blocks; ++k_block) {
       gather.copy(stage, tiles[n], k_block);
       gather.end_copy(k_block);
       __syncthreads();
-      for (int i = static_cast<int>(threadIdx.x); i < kColumns * kBlockK; i += Way::kDecoders) {
+      for (int i = static_cast<int>(threadIdx.x); i < kColumns * kBlockK; i += kWarpgroup) {
         const int column = i / kBlockK;
+        if (column < first || column >= end) continue;
         const int element = i % kBlockK;
         // k-major: rows of one column. mn-major: panels of 64 columns, with rows of one k.
         const int row = kMajor == Major::k ? column : column / kBlockK * kBlockK + element;
@@ -70,17 +73,19 @@ void check(const PackedTensor& packed, int64_t first, int64_t columns) {
     for (int32_t column = 0; column < columns / kScale; column += kColumns / kParts / kScale) {
       tiles.push_back({.expert = expert, .column = column, .end_k = sum, .k_blocks = k_blocks});
       tiles.push_back({.expert = kNoExpert, .column = column});
+      if (Way::kBlocks == 1) continue;
+      tiles.push_back({.expert = expert, .column = column, .end_k = sum, .k_blocks = k_blocks, .multicasts_b = 1});
+      tiles.push_back({.expert = kNoExpert, .column = column});
     }
   }
   const PackedMatrices matrices{
       packed.values.values().data(), packed.scales_data(), packed.dtype, packed.scales_dtype, packed.N, packed.C};
-  const PackedSource source =
-      packed_source<Format, kLayout, kColumns, kMajor, Way::kDecoders>(matrices, first, columns);
+  const PackedSource source = packed_source<Format, kLayout, kColumns, kMajor, Way::kBlocks>(matrices, first, columns);
   for (const auto copies : {emulation::Copies::early, emulation::Copies::late}) {
     emulation::set_options({emulation::Order::shuffled, copies});
     std::vector<uint16_t> got(tiles.size() * kColumns * static_cast<size_t>(k), 0x7fc1);
     ASSERT_EQ(launch("decode", decode_tiles<Way, Format, kLayout, kMajor>,
-                     {1, Way::kDecoders, Way::kMemoryBytes + Way::kStageBytes, nullptr}, source, tiles.data(),
+                     {Way::kBlocks, kWarpgroup, Way::kMemoryBytes + Way::kStageBytes, nullptr}, source, tiles.data(),
                      static_cast<int>(tiles.size()), got.data(), k)
                   .code,
               AB_OK);
@@ -116,26 +121,26 @@ void fill(PackedTensor* packed) {
 TEST(PackedGathers, DecodeMxfp4) {
   for (const int64_t C : {32, 64, 480}) {
     PackedTensor packed(2, 320, C, AB_FLOAT4_E2M1X2, AB_FLOAT8_E8M0, 1);
-    check<OfRows, Mxfp4, GateUpLayout::ungated>(packed, 40, 264);  // scales below 128 only
+    check<OfPair, Mxfp4, GateUpLayout::ungated>(packed, 40, 264);  // scales below 128 only
     fill(&packed);
-    check<OfRows, Mxfp4, GateUpLayout::ungated>(packed, 0, 320);
-    check<OfUp, Mxfp4, GateUpLayout::gated>(packed, 0, 160);
-    check<OfUp, Mxfp4, GateUpLayout::interleaved>(packed, 0, 320);
+    check<OfPair, Mxfp4, GateUpLayout::ungated>(packed, 0, 320);
+    check<OfPair, Mxfp4, GateUpLayout::gated>(packed, 0, 160);
+    check<OfPair, Mxfp4, GateUpLayout::interleaved>(packed, 0, 320);
   }
   for (const uint8_t scale : {0, 1, 127, 128, 130, 254, 255}) {
     PackedTensor packed(1, 64, 32, AB_FLOAT4_E2M1X2, AB_FLOAT8_E8M0, 1);
     fill(&packed);
     for (int64_t i = 0; i < packed.byte_scales.size(); ++i) packed.byte_scales[i] = scale;
-    check<OfRows, Mxfp4, GateUpLayout::ungated>(packed, 0, 64);
+    check<OfPair, Mxfp4, GateUpLayout::ungated>(packed, 0, 64);
   }
 }
 
 TEST(PackedGathers, DecodeTransposedMxfp4) {
   for (const int64_t N : {8, 64, 456}) {
     PackedTensor packed(2, N, 416, AB_FLOAT4_E2M1X2, AB_FLOAT8_E8M0, 1);
-    check<OfRows, Mxfp4, GateUpLayout::ungated, Major::mn>(packed, 32, 320);
+    check<OfPair, Mxfp4, GateUpLayout::ungated, Major::mn>(packed, 32, 320);
     fill(&packed);
-    check<OfRows, Mxfp4, GateUpLayout::ungated, Major::mn>(packed, 0, 416);
+    check<OfPair, Mxfp4, GateUpLayout::ungated, Major::mn>(packed, 0, 416);
     check<OfGradient, Mxfp4, GateUpLayout::ungated, Major::mn>(packed, 0, 416);
   }
 }
@@ -145,10 +150,10 @@ TEST(PackedGathers, DecodeFp8Blocks) {
     for (const int64_t C : {128, 640}) {
       PackedTensor packed(2, 512, C, AB_FLOAT8_E4M3, scales, 2);
       fill(&packed);
-      check<OfRows, Fp8Blocks, GateUpLayout::ungated>(packed, 128, 384);
-      check<OfUp, Fp8Blocks, GateUpLayout::gated>(packed, 0, 256);
+      check<OfPair, Fp8Blocks, GateUpLayout::ungated>(packed, 128, 384);
+      check<OfPair, Fp8Blocks, GateUpLayout::gated>(packed, 0, 256);
       if (C != 640) continue;
-      check<OfRows, Fp8Blocks, GateUpLayout::ungated, Major::mn>(packed, 128, 512);
+      check<OfPair, Fp8Blocks, GateUpLayout::ungated, Major::mn>(packed, 128, 512);
       check<OfGradient, Fp8Blocks, GateUpLayout::ungated, Major::mn>(packed, 128, 512);
     }
   }

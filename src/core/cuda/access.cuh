@@ -25,6 +25,26 @@ __device__ __forceinline__ void load_if(bool condition, const Scalar* from, Scal
   if (condition) *word = __ldcs(from);
 }
 
+// Loads 1, 2 or 4 bytes as an unsigned number if the condition holds; else leaves it. L2 fetches 128 bytes.
+template <int kBytes>
+__device__ __forceinline__ void load_if(bool condition, const char* from, uint32_t* number) {
+  static_assert(kBytes == 1 || kBytes == 2 || kBytes == 4);
+  const auto holds = static_cast<unsigned>(condition);
+  if constexpr (kBytes == 4) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %1, 0;\n@p ld.global.L2::128B.u32 %0, [%2];\n}"
+                 : "+r"(*number)
+                 : "r"(holds), "l"(from));
+  } else if constexpr (kBytes == 2) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %1, 0;\n@p ld.global.L2::128B.u16 %0, [%2];\n}"
+                 : "+r"(*number)
+                 : "r"(holds), "l"(from));
+  } else {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %1, 0;\n@p ld.global.L2::128B.u8 %0, [%2];\n}"
+                 : "+r"(*number)
+                 : "r"(holds), "l"(from));
+  }
+}
+
 // Loads streaming data. Use it where whole cache lines are read: L2 fetches 256 bytes at a time, L1 does not allocate.
 __device__ __forceinline__ uint4 load_streaming(const uint4* from) {
   uint4 word;

@@ -81,6 +81,22 @@ __device__ __forceinline__ void load_shuffled_box(const CUtensorMap& map, uint32
       : "memory");
 }
 
+// Copies from shared memory to the same address in another block of the cluster. `barrier` of that block expects the
+// bytes. Source and size are multiples of 16 bytes.
+__device__ __forceinline__ void copy_to_block(uint32_t from, uint32_t bytes, const Barrier& barrier, uint32_t block) {
+  asm volatile(
+      "{\n"
+      ".reg .u32 to;\n"
+      ".reg .u32 expecting;\n"
+      "mapa.shared::cluster.u32 to, %0, %3;\n"
+      "mapa.shared::cluster.u32 expecting, %2, %3;\n"
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [to], [%0], %1, [expecting];\n"
+      "}\n"
+      :
+      : "r"(from), "r"(bytes), "r"(barrier.address()), "r"(block)
+      : "memory");
+}
+
 // Stores a box. Elements outside the tensor, or past the window, are discarded.
 __device__ __forceinline__ void store_box(const CUtensorMap& map, uint32_t from, const WindowCoordinates& at) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];"

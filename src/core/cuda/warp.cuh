@@ -6,6 +6,7 @@
 namespace anabranch::cuda {
 
 constexpr int kWarp = 32;
+constexpr int kWarpgroup = 4 * kWarp;
 constexpr unsigned kAllLanes = 0xffffffffu;
 
 __device__ __forceinline__ int lane_index() { return static_cast<int>(threadIdx.x % kWarp); }

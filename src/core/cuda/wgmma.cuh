@@ -1,18 +1,13 @@
 // Hopper's tensor core instructions: wgmma m64nNk16, operands in shared memory, float32 accumulators; and m64nNk32 for
 // 8-bit elements, where each 16-bit element below is a pair of 8-bit elements.
 //
-// An operand consists of panels of 64 x 64 elements of 16 bits in shared memory: 64 rows of 128 bytes with the 128-byte
-// swizzle, as TMA writes them.
-//
-//   Major::k   a panel row holds 64 elements along k of one row of A (column of B)
-//   Major::mn  a panel row holds one element along k of 64 rows of A (columns of B)
-//
-// Panels along M or N are contiguous in both cases.
+// Operands consist of panels (panel.cuh). Panels along M or N are contiguous.
 #pragma once
 
 #include <cstdint>
 
 #include "core/cuda/access.cuh"
+#include "core/cuda/panel.cuh"
 #include "core/cuda/tile_memory.cuh"
 #include "core/cuda/warp.cuh"
 #include "core/dtype.h"
@@ -20,10 +15,7 @@
 
 namespace anabranch::cuda {
 
-constexpr int kPanel = 64;
-constexpr int kPanelBytes = kPanel * kSwizzleBytes;
 constexpr int kWgmmaK = 16;
-constexpr int kWarpgroup = 128;
 
 // The location of an operand as wgmma expects it (PTX ISA, "matrix descriptor"):
 //

@@ -4,7 +4,7 @@
 //   producer   warp 0       issues TMA loads
 //              warp 1       runs the tile scheduler, fills the tile queue
 //              all 4 warps  copy gathered rows (cp.async), if an operand is gathered
-//              all 4 warps  decode packed weights: of two warpgroups the second, and the first if it gathers nothing
+//              all 4 warps  decode packed weights: those of the second warpgroup, if there are two
 //   consumers               take tiles from the queue, issue wgmma, run the epilogue
 //                           cooperative: both work on one tile; ping-pong: one tile each, alternating
 #pragma once
@@ -62,8 +62,11 @@ class GroupedProduct {
   using Shape = typename P::Shape;
   using OperandA = typename P::OperandA;
   using OperandB = typename P::OperandB;
-  static constexpr bool kGathers = OperandA::kGathered || OperandB::kGathered;
-  static constexpr int kGatherers = kGathers ? Shape::kProducers * 4 : 0;  // warps
+  // With two producer warpgroups, the second one decodes.
+  static constexpr Loads kFirstLoads = Shape::kProducers > 1 ? Loads::a : Loads::both;
+  static constexpr bool kFirstGathers = kGathers<kFirstLoads, OperandA, OperandB>;
+  static constexpr int kDecodingWarps = (Shape::kProducers - 1) * 4;
+  static constexpr int kLoadingWarps = (kFirstGathers ? 4 : 1) + kDecodingWarps;
   // Ping-pong already overlaps stores with MMA, and the FP8 main loop has no registers left for deferred stores.
   static constexpr bool kDefersStores =
       P::Epilogue::kDefersStores && Shape::kTilesInFlight == 1 && Shape::kWarpgroupPanels == 1 && !OperandA::kScaled;
@@ -73,8 +76,9 @@ class GroupedProduct {
 
   __device__ void run() {
     if (threadIdx.x == 0) {
-      shared_.ring.init(kGatherers * kWarp);
-      shared_.queue.init(Shape::kTileWarps + (kGathers ? kGatherers - 1 : 1));
+      shared_.ring.init((kFirstGathers ? kWarpgroup : 0) + kDecodingWarps);
+      // The scheduler's warp does not read the queue.
+      shared_.queue.init(Shape::kTileWarps + kLoadingWarps - (kFirstGathers ? 1 : 0));
       fence_barrier_init();
       p_.a.prefetch_maps();
       p_.b.prefetch_maps();
@@ -83,16 +87,14 @@ class GroupedProduct {
     sync_cluster<Shape::kBlocks>();
     wait_for_previous_kernel();
     const int warpgroup = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
-    // With two producer warpgroups, one that gathers rows does not decode.
-    constexpr Loads kFirstLoads = Shape::kProducers > 1 && OperandA::kGathered ? Loads::a : Loads::both;
     if (Shape::kProducers > 1 && warpgroup == 1) {
       give_up_registers<kSecondProducerRegisters>();
       load_tiles<Loads::b>(false);
     } else if (warpgroup == 0) {
       give_up_registers<kProducerRegisters>();
       if (warp_index() == 1) {
-        schedule_tiles<kFirstLoads>();
-      } else if (warp_index() == 0 || kGathers) {
+        schedule_tiles();
+      } else if (warp_index() == 0 || kFirstGathers) {
         load_tiles<kFirstLoads>(warp_index() == 0);
       }
     } else {
@@ -107,23 +109,19 @@ class GroupedProduct {
   // Producer warpgroups get:
   //
   //   two, and the first gathers    56 and 40
-  //   two that decode               48 each
+  //   two, and the first does not   40 and 56
   //   one that gathers and decodes  72
   //   one for FP8                   56
   //   one that gathers              56, or 40 if the epilogue needs the registers
   //   others                        40
   static constexpr bool kLargeProducer =
-      OperandA::kScaled || (kGathers && !P::Epilogue::template kNeedsRegisters<Shape>);
-  static constexpr int kProducerRegisters = Shape::kProducers == 2 ? (OperandA::kGathered ? 56 : 48)
-                                            : OperandB::kPacked    ? 72
-                                            : kLargeProducer       ? 56
-                                                                   : 40;
-  static constexpr int kSecondProducerRegisters = OperandA::kGathered ? 40 : 48;
+      OperandA::kScaled || (kFirstGathers && (Shape::kProducers == 2 || !P::Epilogue::template kNeedsRegisters<Shape>));
+  static constexpr int kProducerRegisters = Shape::kProducers == 1 && OperandB::kPacked ? 72 : kLargeProducer ? 56 : 40;
+  static constexpr int kSecondProducerRegisters = 96 - kProducerRegisters;
   static constexpr int kRegisters = 65536 / Shape::kThreads / 8 * 8 * (Shape::kProducers + Shape::kConsumers);
   static constexpr int kConsumerRegisters =
       (kRegisters - kProducerRegisters - (Shape::kProducers == 2 ? kSecondProducerRegisters : 0)) / 16 * 8;
 
-  template <Loads kLoads>
   __device__ void schedule_tiles() {
     typename P::Scheduler scheduler(p_.tiles);
     int32_t k_blocks = 0;
@@ -134,7 +132,7 @@ class GroupedProduct {
       shared_.queue.put(n, tile);
       if (tile.expert == kNoTile) break;
       k_blocks += blocks_of(p_.b, tile);
-      if constexpr (kGathers) load_k_blocks<kLoads>(shared_.ring, p_.a, p_.b, tile, false);
+      if constexpr (kFirstGathers) load_k_blocks<kFirstLoads>(shared_.ring, p_.a, p_.b, tile, false);
     }
     for (int more = 1; more < Shape::kTilesInFlight; ++more) shared_.queue.put(n + more, {.expert = kNoTile});
     let_next_kernel_start();

@@ -36,10 +36,10 @@ struct OperandRing : PackedMemory<Shape::kPackedBytes> {
   Barrier empty[Shape::kStages];
   Barrier mainloop_ended[Shape::kTilesInFlight];
 
-  // Called by one thread before any other use. copying_threads: threads that arrive after their own copies.
-  __device__ void init(int copying_threads) {
+  // Called by one thread before any other use. arrivals: of the producers for a k-block, besides the leading warp's.
+  __device__ void init(int arrivals) {
     for (int i = 0; i < Shape::kStages; ++i) {
-      full[i].init(static_cast<uint32_t>(1 + copying_threads));
+      full[i].init(static_cast<uint32_t>(1 + arrivals));
       empty[i].init(Shape::kTileWarps * Shape::kBlocks);
     }
     for (Barrier& ended : mainloop_ended) ended.init(Shape::kTileWarps);
@@ -69,12 +69,18 @@ struct OperandRing : PackedMemory<Shape::kPackedBytes> {
   }
 };
 
-// The operands that a warp loads or decodes. Every warp of the producers whose operands are not all loaded by TMA
-// arrives for each k-block.
+// The operands that a producer warpgroup loads or decodes.
 enum class Loads { both, a, b };
 
-// Loads the k-blocks of a tile into the ring. Called by the leading warp, or by all warps of the producers if an
-// operand is gathered.
+// Who arrives for a k-block besides the leading warp: the threads of a warpgroup that gathers, after their copies, and
+// the warps of a warpgroup that only decodes.
+template <Loads kLoads, class OperandA, class OperandB>
+constexpr bool kGathers = (kLoads != Loads::b && OperandA::kGathered) || (kLoads != Loads::a && OperandB::kGathered);
+template <Loads kLoads, class OperandA, class OperandB>
+constexpr bool kOnlyDecodes = kLoads == Loads::b && OperandB::kPacked;
+
+// Loads the k-blocks of a tile into the ring. Called by the leading warp, or by all warps of a producer warpgroup that
+// gathers or decodes.
 template <Loads kLoads, class Shape, class OperandA, class OperandB>
 __device__ __forceinline__ void load_k_blocks(OperandRing<Shape>& ring, const OperandA& a, const OperandB& b,
                                               const Tile& tile, bool is_leader) {
@@ -94,12 +100,12 @@ __device__ __forceinline__ void load_k_blocks(OperandRing<Shape>& ring, const Op
       return std::conditional_t<kLoadsB, Gather, NoGather>(b, tile);
     }
   }();
-  // Arrives for this thread's part of a k-block: at once if it has copied nothing to the ring.
   const auto arrive = [](Barrier& full) {
-    if constexpr ((kLoadsA && OperandA::kGathered) || (kLoadsB && OperandB::kGathered && !kDecodes)) {
+    if constexpr (kOnlyDecodes<kLoads, OperandA, OperandB>) {
+      __syncwarp();
+      if (lane_index() == 0) full.arrive();
+    } else if constexpr (kGathers<kLoads, OperandA, OperandB>) {
       full.arrive_after_copies();
-    } else if constexpr (OperandA::kGathered || OperandB::kGathered) {
-      full.arrive();
     }
   };
   auto at = OperandRing<Shape>::Position::nth(tile.first_k_block);
@@ -137,7 +143,16 @@ __device__ __forceinline__ void load_k_blocks(OperandRing<Shape>& ring, const Op
     gather_a.copy(shared_address(ring.a[at.stage]), tile, k_block);
     gather_b.copy(shared_address(ring.b[at.stage]), tile, k_block);
     arrive(full);
-    if constexpr (kDecodes) gather_b.end_copy(k_block);
+    if constexpr (kDecodes) {
+      if (Shape::kBlocks > 1 && gather_b.decodes_one() && lane_index() == 0) {
+        // A warp's rows are adjacent.
+        constexpr uint32_t kBytes = Shape::kBytesB / Shape::kBlocks / 4;
+        const uint32_t block = block_in_cluster<Shape::kBlocks>();
+        copy_to_block(shared_address(ring.b[at.stage]) + (block * 4 + warp_index() % 4) * kBytes, kBytes, full,
+                      block ^ 1u);
+      }
+      gather_b.end_copy(k_block);
+    }
   }
   if constexpr (OperandB::kMayHaveLowRank) {
     if (tile.k_blocks == 0) return;

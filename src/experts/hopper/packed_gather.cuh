@@ -2,7 +2,6 @@
 // shared memory several k-blocks ahead, and decodes one k-block at a time into a stage of the ring, as bfloat16.
 //
 //   piece   16 bytes of a row in memory, which share a scale: 32 elements of MXFP4 or 16 of e4m3
-//   step    one piece per decoding thread: with 128 threads 64 (MXFP4) or 32 (e4m3) rows of 64 elements
 //
 // A thread decodes the pieces that it has copied itself, so copies need no barrier. Scales come through registers, one
 // k-block ahead. Eight adjacent lanes write all eight chunks of the swizzle, so there are no bank conflicts.
@@ -11,7 +10,10 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "core/cuda/access.cuh"
+#include "core/cuda/cluster.cuh"
 #include "core/cuda/copy_groups.cuh"
+#include "core/cuda/panel.cuh"
 #include "core/cuda/shared.cuh"
 #include "core/cuda/tile_memory.cuh"
 #include "core/cuda/warp.cuh"
@@ -27,7 +29,15 @@ namespace anabranch::cuda::hopper {
 struct Mxfp4 : Mxfp4Pieces {
   static constexpr bool kAlwaysFast = false;
 
-  static __device__ __forceinline__ uint32_t scale_of(uint32_t bits, int32_t) { return bits; }
+  struct Scale {
+    uint32_t bits = 0;
+  };
+  static __device__ __forceinline__ Scale load_scale(bool valid, const char* at, int32_t) {
+    Scale scale;
+    load_if<1>(valid, at, &scale.bits);
+    return scale;
+  }
+  static __device__ __forceinline__ uint32_t scale_of(const Scale& scale, int32_t) { return scale.bits; }
 
   // decode_codes() yields 2^-126 times the values of codes. If no scale of the warp is 128 or more, one factor restores
   // both powers of 2.
@@ -61,6 +71,25 @@ struct Mxfp4 : Mxfp4Pieces {
 struct Fp8Blocks : Fp8Pieces {
   static constexpr bool kAlwaysFast = true;
 
+  // A scale has 1, 2 or 4 bytes: float8_e8m0, bfloat16 or float32. Three predicated loads, of which one runs, take less
+  // time than branches; each has a register of its own, so that none waits for another.
+  struct Scale {
+    uint32_t e8m0 = 0;
+    uint32_t bfloat16 = 0;
+    uint32_t float32 = 0;
+  };
+  static __device__ __forceinline__ Scale load_scale(bool valid, const char* at, int32_t bytes) {
+    Scale scale;
+    load_if<4>(valid && bytes == 4, at, &scale.float32);
+    load_if<2>(valid && bytes == 2, at, &scale.bfloat16);
+    load_if<1>(valid && bytes == 1, at, &scale.e8m0);
+    return scale;
+  }
+  static __device__ __forceinline__ uint32_t scale_of(const Scale& scale, int32_t bytes) {
+    if (bytes == 1) return Fp8Pieces::scale_of(scale.e8m0, AB_FLOAT8_E8M0);
+    return scale.float32 | scale.bfloat16 << 16;
+  }
+
   template <bool kFast, class Store>
   static __device__ __forceinline__ void decode(const uint4& piece, uint32_t scale, const Store& store) {
     store(0, decode_e4m3<BFloat16>(piece.x, piece.y, float_from_bits(scale)));
@@ -68,207 +97,278 @@ struct Fp8Blocks : Fp8Pieces {
   }
 };
 
+// The distances in bytes between what a thread reads for a k-block: its pieces, or their scales.
+struct PackedDistances {
+  int64_t step;     // to the next one of a part
+  int64_t part;     // from the last one of a part to the first one of the next part
+  int64_t block;    // from the last one of a k-block to the first one of the next k-block that has others
+  int64_t portion;  // the same if the thread reads only one portion of the k-blocks
+};
+
 // Matrices [E, N, C] in memory. k-major operands sum over C; their columns are the rows of N, adjacent ones, or half of
 // them rows of the gate and the others the same rows of up. mn-major operands sum over N; their columns are those of C.
-// Pieces and scales are counted in 32 bits.
 struct PackedSource {
-  const uint8_t* values;
-  const void* scales;
-  int32_t scales_dtype;
+  const char* values;
+  const char* scales;
+  int32_t scale_bytes;
   int32_t first_column;  // of a window of columns
   int32_t columns;       // of the window, or of the gate; tiles may end beyond it
   int32_t N;
-  uint32_t row_pieces;
-  uint32_t block_step;  // from a piece to that of the next k-block
-  uint32_t step;        // to that of the next step within a part
-  uint32_t part_step;   // from a part's last step to the first of the next part
-  uint32_t row_scales;  // likewise for scales
-  uint32_t block_scale_step;
-  uint32_t scale_step;
-  uint32_t part_scale_step;
+  uint32_t row_pieces;  // all rows together have fewer than 2^32
+  uint32_t row_scales;
+  PackedDistances to_piece;
+  PackedDistances to_scale;
 };
 
-// How the pieces of a k-block are divided among steps, steps among parts, and steps among scales. A row is 128 bytes of
-// a stage: a column of a k-major operand; 64 columns with one k of an mn-major one. Parts are gate and up, or the
-// panels of an mn-major operand, two at a time if a step has the rows of two.
-template <class Format, GateUpLayout kLayout, int kColumns, Major kMajor, int kDecoders>
+// How the pieces of a k-block are divided among portions, portions among parts, parts among steps, and steps among
+// scales. A row is 128 bytes of a stage: a column of a k-major operand; 64 columns with one k of an mn-major one.
+//
+//   portion  the rows of the stage that one block of a cluster decodes for all of its blocks; with two blocks 64 rows,
+//            and otherwise all of them
+//   part     the rows of one panel
+//   step     rows of a part, of which each thread decodes a piece; a warp's rows of a part are adjacent
+template <class Format, GateUpLayout kLayout, int kColumns, Major kMajor, int kPortions>
 struct PackedSteps {
   static constexpr bool kIsK = kMajor == Major::k;
   static constexpr int kPieces = kBlockK / Format::kElements;  // per row
-  static constexpr int kStepRows = kDecoders / kPieces;
-  static constexpr int kSteps = kColumns / kStepRows;
-  static constexpr int kPartColumns = std::max(kStepRows, kBlockK);  // of an mn-major operand
-  static constexpr int kParts = kIsK ? (kLayout == GateUpLayout::gated ? 2 : 1) : kColumns / kPartColumns;
-  static constexpr int kPartSteps = kSteps / kParts;
+  static constexpr int kWarpRows = kWarp / kPieces;            // per step
+  static constexpr int kPortionSteps = kColumns / (4 * kWarpRows) / kPortions;
+  static constexpr int kParts = kIsK ? 1 : kColumns / kPanel / kPortions;  // of a portion
+  static constexpr int kPartSteps = kPortionSteps / kParts;
+  static constexpr int kPartRows = 4 * kWarpRows * kPartSteps;
   // Along a column of the operand, and along k:
   static constexpr int kScaleColumns = kIsK ? Format::kScaleRows : Format::kScaleElements;
   static constexpr int kScaleK = kIsK ? Format::kScaleElements : Format::kScaleRows;
-  static constexpr int kScales =  // of a thread
-      kColumns /
-      std::min(std::max(kScaleColumns, kIsK ? kStepRows : kPartColumns), kIsK ? kColumns / kParts : kColumns);
-  static constexpr int kScaleSteps = kSteps / kScales;  // per scale
-  static_assert(kIsK ? kPartSteps % kScaleSteps == 0 : kScaleSteps % kPartSteps == 0,
-                "a scale belongs to one part, or to whole panels");
+  static constexpr int kScaleParts = std::clamp(kScaleColumns / kPanel, 1, kParts);              // with one scale
+  static constexpr int kScaleSteps = kIsK && kScaleColumns == 1 ? 1 : kScaleParts * kPartSteps;  // with one scale
+  static constexpr int kScales = kPortionSteps / kScaleSteps;  // of a thread and portion
+  static_assert(kWarpRows % 8 == 0, "the rows of a thread have the same swizzle");
+  static_assert(kPortions == 1 ? !kIsK : kColumns == 2 * kPanel, "two portions are the panels of a stage");
 };
 
-// A thread's share of decoding the panels of a tile's k-blocks, see Gather.
-template <class Format, GateUpLayout kLayout, int kColumns, int kMemoryBytes, Major kMajor, int kDecoders>
-class PackedGather : PackedSteps<Format, kLayout, kColumns, kMajor, kDecoders> {
-  using Steps = PackedSteps<Format, kLayout, kColumns, kMajor, kDecoders>;
-  using Steps::kIsK, Steps::kPartColumns, Steps::kPartSteps, Steps::kPieces, Steps::kScaleK, Steps::kScales,
-      Steps::kScaleSteps, Steps::kStepRows, Steps::kSteps;
-  static constexpr int kStepBytes = kDecoders * 16;  // in shared memory
-  static constexpr int kStages = kMemoryBytes / (kSteps * kStepBytes);
-  // Pieces that are loaded to registers before the first is decoded. With 256 columns there are no registers for more.
-  static constexpr int kEarly = kColumns <= 128 ? kSteps : 1;
+// A thread's share of decoding the panels of a tile's k-blocks, see Gather. kPortions: blocks of a cluster. If they
+// need the same k-blocks, each decodes one portion, and the caller copies it to the other block.
+template <class Format, GateUpLayout kLayout, int kColumns, int kMemoryBytes, Major kMajor, int kPortions>
+class PackedGather : PackedSteps<Format, kLayout, kColumns, kMajor, kPortions> {
+  using Steps = PackedSteps<Format, kLayout, kColumns, kMajor, kPortions>;
+  using Steps::kIsK, Steps::kPartRows, Steps::kParts, Steps::kPartSteps, Steps::kPieces, Steps::kPortionSteps,
+      Steps::kScaleK, Steps::kScales, Steps::kScaleSteps, Steps::kWarpRows;
+  static constexpr bool kIsGated = kLayout == GateUpLayout::gated;
+  static constexpr int kStepBytes = kWarpgroup * 16;  // in shared memory
+  static constexpr int kStages = kMemoryBytes / (kPortions * kPortionSteps * kStepBytes);
+  // With 256 columns there are no registers to load the pieces of a k-block before its stage is empty, nor more than
+  // one before the first is decoded.
+  static constexpr bool kHasRegisters = kColumns <= 128;
+  static constexpr int kAhead = kHasRegisters ? kPortionSteps : 1;
 
  public:
   // memory: kMemoryBytes of shared memory. Starts to copy the first k-blocks.
-  __device__ __forceinline__ PackedGather(const PackedSource& from, const Tile& tile, uint32_t memory) : from_(from) {
+  __device__ __forceinline__ PackedGather(const PackedSource& from, const Tile& tile, uint32_t memory)
+      : from_(from), decodes_one_(kPortions > 1 && tile.multicasts_b != 0) {
     constexpr int kColumnScale = kLayout == GateUpLayout::interleaved ? 2 : 1;
-    const int thread = warp_index() % (kDecoders / kWarp) * kWarp + lane_index();
-    const int stage_row = thread / kPieces;  // of step 0
-    const int row = kIsK ? stage_row : stage_row % kBlockK;
-    const int element = (stage_row - row) + thread % kPieces * Format::kElements;
-    const int32_t tile_column = kColumnScale * tile.column;
+    const int warp = warp_index() % 4;
+    const int row = warp * (kPartRows / 4) + lane_index() / kPieces;  // of step 0 in its part
+    const int element = lane_index() % kPieces * Format::kElements;
+    const int portion = decodes_one_ ? static_cast<int>(block_in_cluster<kPortions>()) : 0;
+    const int32_t tile_column = kColumnScale * tile.column + (kIsGated ? 0 : portion * kPanel);
     columns_left_ = from.columns - tile_column - (kIsK ? row : element);
     k_left_ = tile.end_k - (kIsK ? element : row);
-    const int32_t column = from.first_column + tile_column;
-    const auto stored_row = static_cast<uint32_t>(tile.expert * from.N + (kIsK ? column : 0) + row);
+    const int32_t column = from.first_column + tile_column + (kIsGated ? portion * from.columns : 0);
+    const uint32_t stored_row = static_cast<uint32_t>(tile.expert) * static_cast<uint32_t>(from.N) +
+                                static_cast<uint32_t>((kIsK ? column : 0) + row);
     const auto stored_element = static_cast<uint32_t>((kIsK ? 0 : column) + element);
-    pieces_ = stored_row * from.row_pieces + stored_element / Format::kElements;
-    first_scale_ = stored_row / Format::kScaleRows * from.row_scales + stored_element / Format::kScaleElements;
-    slot_ = memory + thread * 16;
-    place_ = swizzled(stage_row, element % kBlockK / 8);
+    const uint32_t piece = stored_row * from.row_pieces + stored_element / Format::kElements;
+    const uint32_t scale = stored_row / Format::kScaleRows * from.row_scales + stored_element / Format::kScaleElements;
+    next_piece_ = from.values + uint64_t{piece} * 16;
+    next_scale_ = from.scales + uint64_t{scale} * static_cast<uint32_t>(from.scale_bytes);
+    slot_ = memory + (warp * kWarp + lane_index()) * 16;
+    place_ = swizzled(portion * kPanel + row, element / 8);
 #pragma unroll 1  // the producer has few registers
-    for (int k_block = 0; k_block + 1 < kStages; ++k_block) prefetch(tile, k_block, k_block);
+    for (int k_block = 0; k_block < kStages; ++k_block) copy_pieces(k_block, k_block);
     load_scales(0);
+    wait_for_pieces();
     take_scales(0);
+    load_scales(1);
   }
 
   // Must be called for consecutive k-blocks, from 0 on, each time with end_copy() after the caller's arrival.
-  __device__ __forceinline__ void copy(uint32_t to, const Tile& tile, int k_block) {
-    prefetch(tile, k_block + kStages - 1, stage_ == 0 ? kStages - 1 : stage_ - 1);
-    wait_for_copies<kStages - 1>();
-    const uint32_t slot = slot_ + stage_ * (kSteps * kStepBytes);
-    uint4 pieces[kEarly];
-#pragma unroll
-    for (int i = 0; i < kEarly; ++i) pieces[i] = load_shared<uint4>(slot + i * kStepBytes);
-    load_scales(k_block + 1);
+  __device__ __forceinline__ void copy(uint32_t to, const Tile&, int) {
     if (Format::kAlwaysFast || is_fast_) {
-      decode<true>(to, slot, pieces);
+      decode<true>(to);
     } else {
-      decode<false>(to, slot, pieces);
+      decode<false>(to);
     }
     fence_async_proxy();
-    if (++stage_ == kStages) stage_ = 0;
   }
 
-  // Waits for what load_scales() has loaded. In copy() the wait would include the loads for the next k-block.
-  __device__ __forceinline__ void end_copy(int k_block) { take_scales(k_block + 1); }
+  // Prepares the next k-block, and replaces the pieces that have been decoded by later ones.
+  __device__ __forceinline__ void end_copy(int k_block) {
+    copy_pieces(stage_, k_block + kStages);
+    if (++stage_ == kStages) stage_ = 0;
+    wait_for_pieces();
+    take_scales(k_block + 1);
+    load_scales(k_block + 2);
+  }
+
+  // Whether the thread decodes one portion only.
+  __device__ __forceinline__ bool decodes_one() const { return decodes_one_; }
 
  private:
-  // Decodes the thread's pieces of a k-block, which begin at `slot`; the first ones are loaded.
-  template <bool kFast>
-  __device__ __forceinline__ void decode(uint32_t to, uint32_t slot, uint4 (&pieces)[kEarly]) const {
+  __device__ __forceinline__ uint32_t slot_of(int stage, int portion) const {
+    return slot_ + (stage * kPortions + portion) * (kPortionSteps * kStepBytes);
+  }
+
+  // Calls f(i) for the portions that the thread decodes: the i-th of them.
+  template <class F>
+  __device__ __forceinline__ void for_portions(const F& f) const {
+    f(0);
+    if (kPortions > 1 && !decodes_one_) f(1);
+  }
+
+  // Waits for the pieces of the k-block to decode next, and loads those of the first portion.
+  __device__ __forceinline__ void wait_for_pieces() {
+    wait_for_copies<kStages - 1>();
+    if constexpr (kHasRegisters) load_pieces(slot_of(stage_, 0), first_pieces_);
+  }
+
+  static __device__ __forceinline__ void load_pieces(uint32_t slot, uint4 (&pieces)[kAhead]) {
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      const uint4 piece = pieces[i % kEarly];
-      if (i + kEarly < kSteps) pieces[i % kEarly] = load_shared<uint4>(slot + (i + kEarly) * kStepBytes);
-      Format::template decode<kFast>(piece, scales_[i / kScaleSteps], [&](int j, const EightElements& eight) {
-        store_shared(advance_chunks(to + place_, j) + i * (kStepRows * kSwizzleBytes), eight);
-      });
-    }
+    for (int i = 0; i < kAhead; ++i) pieces[i] = load_shared<uint4>(slot + i * kStepBytes);
+  }
+
+  // Decodes the thread's pieces of a k-block.
+  template <bool kFast>
+  __device__ __forceinline__ void decode(uint32_t to) const {
+    for_portions([&](int portion) {
+      const uint32_t slot = slot_of(stage_, portion);
+      const uint32_t place = to + place_ + portion * kPanelBytes;
+      uint4 pieces[kAhead];
+      if (kHasRegisters && portion == 0) {
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) pieces[i] = first_pieces_[i];
+      } else {
+        load_pieces(slot, pieces);
+      }
+#pragma unroll
+      for (int i = 0; i < kPortionSteps; ++i) {
+        const uint4 piece = pieces[i % kAhead];
+        if (i + kAhead < kPortionSteps) pieces[i % kAhead] = load_shared<uint4>(slot + (i + kAhead) * kStepBytes);
+        const int row = i / kPartSteps * kPartRows + i % kPartSteps * kWarpRows;
+        Format::template decode<kFast>(piece, scales_[portion * kScales + i / kScaleSteps],
+                                       [&](int j, const EightElements& eight) {
+                                         store_shared(advance_chunks(place, j) + row * kSwizzleBytes, eight);
+                                       });
+      }
+    });
   }
 
   // Copies the thread's pieces of a k-block, as one group; pieces out of bounds are zeros.
-  __device__ __forceinline__ void prefetch(const Tile& tile, int k_block, int stage) {
-    if (k_block * kBlockK < tile.end_k) {
-      uint32_t piece = pieces_ + k_block * from_.block_step;
-      const uint32_t to = slot_ + stage * (kSteps * kStepBytes);
+  __device__ __forceinline__ void copy_pieces(int stage, int k_block) {
+    for_portions([&](int portion) {
+      const uint32_t slot = slot_of(stage, portion);
 #pragma unroll
-      for (int i = 0; i < kSteps; ++i) {
-        copy_async_16(to + i * kStepBytes, from_.values + uint64_t{piece} * 16, is_valid(i, k_block));
-        piece += (i + 1) % kPartSteps == 0 ? from_.part_step : from_.step;
+      for (int i = 0; i < kPortionSteps; ++i) {
+        copy_async_16(slot + i * kStepBytes, next_piece_, is_valid(portion, i, k_block));
+        next_piece_ += distance(from_.to_piece, portion, i + 1);
       }
-    }
+    });
     end_copy_group();
   }
 
   // Scales out of bounds are zero, so that such elements are zero, too.
   __device__ __forceinline__ void load_scales(int k_block) {
     if (!has_scales(k_block)) return;
-    uint32_t at = first_scale_ + k_block * kBlockK / kScaleK * from_.block_scale_step;
+    for_portions([&](int portion) {
 #pragma unroll
-    for (int i = 0; i < kScales; ++i) {
-      loaded_scales_[i] =
-          is_valid(i * kScaleSteps, k_block) ? Format::load_scale(from_.scales, from_.scales_dtype, at) : 0u;
-      at += (i + 1) * kScaleSteps % kPartSteps == 0 ? from_.part_scale_step : from_.scale_step;
-    }
+      for (int i = 0; i < kScales; ++i) {
+        const bool valid = is_valid(portion, i * kScaleSteps, k_block);
+        loaded_scales_[portion * kScales + i] = Format::load_scale(valid, next_scale_, from_.scale_bytes);
+        next_scale_ += distance(from_.to_scale, portion, (i + 1) * kScaleSteps);
+      }
+    });
   }
 
+  // Waits for what load_scales() has loaded.
   __device__ __forceinline__ void take_scales(int k_block) {
     if (!has_scales(k_block)) return;
 #pragma unroll
-    for (int i = 0; i < kScales; ++i) scales_[i] = Format::scale_of(loaded_scales_[i], from_.scales_dtype);
+    for (int i = 0; i < kPortions * kScales; ++i) {
+      scales_[i] = Format::scale_of(loaded_scales_[i], from_.scale_bytes);
+    }
     if constexpr (!Format::kAlwaysFast) is_fast_ = Format::is_fast(scales_);
   }
 
   // Whether the scales differ from those of the k-block before.
   static __device__ __forceinline__ bool has_scales(int k_block) { return k_block * kBlockK % kScaleK == 0; }
 
-  __device__ __forceinline__ bool is_valid(int step, int k_block) const {
-    const int row = step % kPartSteps * kStepRows;
-    const int column = kIsK ? row : step / kPartSteps * kPartColumns;
+  // The distance from the step before `step` to `step`, or to the next portion or k-block.
+  __device__ __forceinline__ int64_t distance(const PackedDistances& to, int portion, int step) const {
+    if (step < kPortionSteps) return step % kPartSteps == 0 ? to.part : to.step;
+    if constexpr (kPortions == 1) return to.block;
+    return decodes_one_ ? to.portion : portion == 0 ? to.part : to.block;
+  }
+
+  __device__ __forceinline__ bool is_valid(int portion, int step, int k_block) const {
+    const int panel = kIsGated ? 0 : portion * kParts + step / kPartSteps;
+    const int row = step % kPartSteps * kWarpRows;
+    const int column = panel * kPanel + (kIsK ? row : 0);
     return column < columns_left_ && k_block * kBlockK + (kIsK ? 0 : row) < k_left_;
   }
 
   const PackedSource& from_;
-  uint32_t pieces_;       // index of the piece of step 0 and k-block 0
-  uint32_t first_scale_;  // of its scale
-  int32_t columns_left_;  // from its column on
-  int32_t k_left_;        // from its first element on
-  uint32_t slot_;         // its address in stage 0
-  uint32_t place_;        // offset of its first element in a stage of the ring
+  const char* next_piece_;  // to copy
+  const char* next_scale_;  // to load
+  int32_t columns_left_;    // from the column of the first piece on
+  int32_t k_left_;          // from its first element on
+  uint32_t slot_;           // its address in stage 0
+  uint32_t place_;          // offset of its first element in a stage of the ring
+  bool decodes_one_;
   int stage_ = 0;
-  uint32_t loaded_scales_[kScales];  // may not have arrived
-  uint32_t scales_[kScales];         // of the k-block to decode
+  uint4 first_pieces_[kAhead];                                      // of the k-block to decode, see kHasRegisters
+  typename Format::Scale loaded_scales_[kPortions * kScales] = {};  // may not have arrived
+  uint32_t scales_[kPortions * kScales];                            // of the k-block to decode
   bool is_fast_;
 };
 
 // Describes columns first_column ... first_column + columns - 1 of the operand; with gate and up, columns of the gate
 // and the same of up.
-template <class Format, GateUpLayout kLayout, int kColumns, Major kMajor, int kDecoders>
+template <class Format, GateUpLayout kLayout, int kColumns, Major kMajor, int kPortions>
 PackedSource packed_source(const PackedMatrices& w, int64_t first_column, int64_t columns) {
-  using Steps = PackedSteps<Format, kLayout, kColumns, kMajor, kDecoders>;
+  using Steps = PackedSteps<Format, kLayout, kColumns, kMajor, kPortions>;
   constexpr bool kIsK = kMajor == Major::k;
   const int64_t row_pieces = w.C / Format::kElements;
   const int64_t row_scales = w.C / Format::kScaleElements;
-  const auto in_32_bits = [](int64_t n) { return static_cast<uint32_t>(n); };
   PackedSource to;
-  to.values = w.values;
-  to.scales = w.scales;
-  to.scales_dtype = w.scales_dtype;
+  to.values = reinterpret_cast<const char*>(w.values);
+  to.scales = static_cast<const char*>(w.scales);
+  to.scale_bytes = w.scales_dtype == AB_FLOAT32 ? 4 : w.scales_dtype == AB_BFLOAT16 ? 2 : 1;
   to.first_column = static_cast<int32_t>(first_column);
   to.columns = static_cast<int32_t>(columns);
   to.N = static_cast<int32_t>(w.N);
-  to.row_pieces = in_32_bits(row_pieces);
-  to.row_scales = in_32_bits(row_scales);
-  to.step = in_32_bits(Steps::kStepRows * row_pieces);
+  to.row_pieces = static_cast<uint32_t>(row_pieces);
+  to.row_scales = static_cast<uint32_t>(row_scales);
+  // steps: of a part. parts: of a portion. to_part, to_block: from the first one of a part or a k-block to the first
+  // one of the next part or k-block.
+  const auto distances = [](int64_t bytes, int steps, int parts, int64_t step, int64_t to_part, int64_t to_block) {
+    const int64_t in_part = (steps - 1) * step;
+    return PackedDistances{.step = bytes * step,
+                           .part = bytes * (to_part - in_part),
+                           .block = bytes * (to_block - (kPortions * parts - 1) * to_part - in_part),
+                           .portion = bytes * (to_block - (parts - 1) * to_part - in_part)};
+  };
+  constexpr int kScaleStep = Steps::kScaleSteps * Steps::kWarpRows;    // rows
+  constexpr int kBlockScales = std::max(kBlockK / Steps::kScaleK, 1);  // along k
   if (kIsK) {
-    constexpr int kScaleStep = Steps::kScaleSteps * Steps::kStepRows / Format::kScaleRows;
-    to.block_step = Steps::kPieces;
-    to.part_step = in_32_bits((columns - (Steps::kPartSteps - 1) * Steps::kStepRows) * row_pieces);
-    to.block_scale_step = 1;
-    to.scale_step = in_32_bits(kScaleStep * row_scales);
-    to.part_scale_step =
-        in_32_bits((columns / Format::kScaleRows - (Steps::kScales / Steps::kParts - 1) * kScaleStep) * row_scales);
+    const int64_t part_columns = kLayout == GateUpLayout::gated ? columns : kPanel;
+    to.to_piece =
+        distances(16, Steps::kPartSteps, 1, Steps::kWarpRows * row_pieces, part_columns * row_pieces, Steps::kPieces);
+    to.to_scale = distances(to.scale_bytes, Steps::kScales, 1, kScaleStep / Format::kScaleRows * row_scales,
+                            part_columns / Format::kScaleRows * row_scales, kBlockScales);
   } else {
-    to.block_step = in_32_bits(kBlockK * row_pieces);
-    to.part_step =
-        in_32_bits(Steps::kPartColumns / Format::kElements - (Steps::kPartSteps - 1) * Steps::kStepRows * row_pieces);
-    to.block_scale_step = in_32_bits(row_scales);
-    to.scale_step = to.part_scale_step = std::max(Steps::kPartColumns / Format::kScaleElements, 1);
+    to.to_piece = distances(16, Steps::kPartSteps, Steps::kParts, Steps::kWarpRows * row_pieces,
+                            kPanel / Format::kElements, kBlockK * row_pieces);
+    to.to_scale = distances(to.scale_bytes, 1, Steps::kScales, 0, Steps::kScaleParts * kPanel / Format::kScaleElements,
+                            kBlockScales * row_scales);
   }
   return to;
 }

@@ -8,15 +8,14 @@ namespace anabranch::cuda::hopper {
 
 // W_out [E, D, F]: k is the rows of D.
 template <class Format>
-using PackedIntermediateGradientWeights =
-    PackedOperand<PackedTile128x256, Format, GateUpLayout::ungated, Major::mn, kWarpgroup>;
+using PackedIntermediateGradientWeights = PackedOperand<PackedTile128x256, Format, GateUpLayout::ungated, Major::mn>;
 
 template <class Format>
 ab_status prepare_intermediate_gradient_weights(const PackedIntermediateGradient& g,
                                                 PackedIntermediateGradientWeights<Format>* weights) {
+  using Shape = PackedTile128x256;
   static_cast<PackedSource&>(*weights) =
-      packed_source<Format, GateUpLayout::ungated, PackedTile128x256::kColumns, Major::mn, kWarpgroup>(g.packed, 0,
-                                                                                                       g.s.F);
+      packed_source<Format, GateUpLayout::ungated, Shape::kColumns, Major::mn, Shape::kBlocks>(g.packed, 0, g.s.F);
   return ok();
 }
 

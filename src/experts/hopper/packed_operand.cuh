@@ -1,4 +1,4 @@
-// Packed weights as operand B of a GEMM over rows: decoded by the producer warpgroup.
+// Packed weights as operand B of a GEMM over rows: decoded by a producer warpgroup.
 #pragma once
 
 #include <type_traits>
@@ -8,8 +8,7 @@
 
 namespace anabranch::cuda::hopper {
 
-// kDecoders: threads that decode.
-template <class Shape, class Format, GateUpLayout kLayout, Major kMajor_, int kDecoders>
+template <class Shape, class Format, GateUpLayout kLayout, Major kMajor_>
 struct PackedOperand : PackedSource {
   static constexpr Major kMajor = kMajor_;
   static constexpr bool kGathered = true;
@@ -19,19 +18,20 @@ struct PackedOperand : PackedSource {
   static constexpr bool kScaled = false;
 
   template <int kColumns>
-  using Gather = PackedGather<Format, kLayout, kColumns, Shape::kPackedBytes, kMajor, kDecoders>;
+  using Gather = PackedGather<Format, kLayout, kColumns, Shape::kPackedBytes, kMajor, Shape::kBlocks>;
 
   __device__ void prefetch_maps() const {}
-  template <int>
-  __device__ static constexpr uint32_t bytes(const Tile&) {
-    return 0;
+  // What the other block of the cluster decodes and copies to this one.
+  template <int kColumns>
+  __device__ static uint32_t bytes(const Tile& tile) {
+    return Shape::kBlocks > 1 && tile.multicasts_b != 0 ? kColumns / Shape::kBlocks * kSwizzleBytes : 0;
   }
   template <int, class AnyMulticast>
   __device__ void load(uint32_t, Barrier&, const Tile&, int, const AnyMulticast&) const {}
 };
 
-template <class Shape, class Format, GateUpLayout kLayout, Major kMajor, int kDecoders>
-struct BiasOf<PackedOperand<Shape, Format, kLayout, kMajor, kDecoders>> {
+template <class Shape, class Format, GateUpLayout kLayout, Major kMajor>
+struct BiasOf<PackedOperand<Shape, Format, kLayout, kMajor>> {
   using Operand = std::conditional_t<kLayout == GateUpLayout::gated, GatedWeightOperand<Major::mn>,
                                      WeightOperand<Major::mn, parts_of(kLayout)>>;
 };

@@ -11,12 +11,12 @@ ab_status launch_packed_rows_product(const PackedRowsProduct& p, int multiproces
   using Shape = PackedTile256x128;
   using Element = BFloat16;
   using Epilogue = RowsEpilogue<Element>;
-  constexpr int kDecoders = Shape::kProducers * kWarpgroup;
-  using Weights = PackedOperand<Shape, Format, GateUpLayout::ungated, kMajor, kDecoders>;
+  using Weights = PackedOperand<Shape, Format, GateUpLayout::ungated, kMajor>;
   RowsProductOf<Shape, Element, RowOperand, kMajor, Epilogue, Weights> product;
   AB_RETURN_IF_ERROR(prepare_rows<Shape::kRows>("x", {const_cast<void*>(p.x), p.dtype}, p.map, p.D, &product.a));
   static_cast<PackedSource&>(product.b) =
-      packed_source<Format, GateUpLayout::ungated, Shape::kColumns, kMajor, kDecoders>(p.packed, p.first_column, p.N);
+      packed_source<Format, GateUpLayout::ungated, Shape::kColumns, kMajor, Shape::kBlocks>(p.packed, p.first_column,
+                                                                                            p.N);
   AB_RETURN_IF_ERROR((prepare_rows_product<Shape, Element, RowOperand, kMajor, Epilogue, Weights>(p, &product)));
   return launch_product("packed grouped GEMM", product, max_tiles(p, product), multiprocessors, stream);
 }

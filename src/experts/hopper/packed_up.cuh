@@ -6,19 +6,19 @@
 
 namespace anabranch::cuda::hopper {
 
-template <class Shape, class Format, GateUpLayout kLayout, int kDecoders>
-ab_status prepare_up_weights(const PackedUp& up, PackedOperand<Shape, Format, kLayout, Major::k, kDecoders>* weights) {
+template <class Shape, class Format, GateUpLayout kLayout>
+ab_status prepare_up_weights(const PackedUp& up, PackedOperand<Shape, Format, kLayout, Major::k>* weights) {
   const int64_t columns = kLayout == GateUpLayout::gated ? up.s.F : up.s.P * up.s.F;
   static_cast<PackedSource&>(*weights) =
-      packed_source<Format, kLayout, Shape::kColumns, Major::k, kDecoders>(up.packed, 0, columns);
+      packed_source<Format, kLayout, Shape::kColumns, Major::k, Shape::kBlocks>(up.packed, 0, columns);
   return ok();
 }
 
 template <class Format, GateUpLayout kLayout>
 ab_status launch_packed_up(const PackedUp& up, int multiprocessors, cudaStream_t stream) {
-  return launch_up<PackedTile256x128, BFloat16, ClampedRowOperand, kLayout, Major::k, RowTiles,
-                   PackedOperand<PackedTile256x128, Format, kLayout, Major::k, kWarpgroup>>(up, multiprocessors,
-                                                                                            stream);
+  using Shape = PackedTile256x128;
+  return launch_up<Shape, BFloat16, ClampedRowOperand, kLayout, Major::k, RowTiles,
+                   PackedOperand<Shape, Format, kLayout, Major::k>>(up, multiprocessors, stream);
 }
 
 }  // namespace anabranch::cuda::hopper

@@ -43,7 +43,7 @@ using Tile128x256 = TileShape<128, 256, 4, Schedule::cooperative>;
 using Tile128x192 = TileShape<128, 192, 4, Schedule::ping_pong>;
 using Tile128x128 = TileShape<128, 128, 6, Schedule::ping_pong>;
 using Tile128x64 = TileShape<128, 64, 8, Schedule::ping_pong>;
-struct PackedTile256x128 : TileShape<256, 128, 4, Schedule::cooperative, 1, 2> {
+struct PackedTile256x128 : TileShape<256, 128, 4, Schedule::cooperative, 2, 2> {
   static constexpr int kPackedBytes = 16 << 10;
   static constexpr int kSubtileBuffers = 1;
 };

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #include "core/dtype.h"
 
@@ -10,6 +11,12 @@ namespace anabranch::cuda {
 template <class Word>
 void load_if(bool condition, const Word* from, Word* word) {
   if (condition) *word = *from;
+}
+template <int kBytes>
+void load_if(bool condition, const char* from, uint32_t* number) {
+  if (!condition) return;
+  *number = 0;
+  std::memcpy(number, from, kBytes);
 }
 inline uint4 load_streaming(const uint4* from) { return *from; }
 template <class Word>

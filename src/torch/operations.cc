@@ -1,6 +1,8 @@
 #include "torch/operations.h"
 
 #include <array>
+#include <memory>
+#include <optional>
 #include <stdexcept>
 #include <utility>
 #include <vector>
@@ -26,6 +28,21 @@ std::vector<Operation>& operations() {
   return *operations;
 }
 
+// Deletes a list or a string.
+struct DeleteObject {
+  char kind = 0;
+  void operator()(void* object) const {
+    static_cast<void>(kind == 's' ? shims.delete_string(object) : shims.delete_list(object));
+  }
+};
+
+// An argument that a kernel has taken off the stack.
+struct Taken {
+  Tensor tensor;
+  std::unique_ptr<void, DeleteObject> object;
+  std::optional<int8_t> dtype;
+};
+
 void add_list(Arguments& arguments, void* list) {
   size_t size = 0;
   check(shims.list_size(list, &size), "return a list");
@@ -35,7 +52,6 @@ void add_list(Arguments& arguments, void* list) {
     check(shims.list_get_item(list, i, &element), "return a list");
     arguments.add_option(element);
   }
-  check(shims.delete_list(list), "free a list");
 }
 
 void add_string(Arguments& arguments, void* string) {
@@ -45,37 +61,46 @@ void add_string(Arguments& arguments, void* string) {
   check(shims.string_data(string, &data), "return a string");
   arguments.add_option(static_cast<uint32_t>(size));
   arguments.add_options(std::string(data, size));
-  check(shims.delete_string(string), "free a string");
 }
 
 void run_kernel(int32_t number, Value* stack, uint64_t num_arguments, uint64_t num_results) {
   const std::string& kinds = operations()[number].kinds;
   Arguments arguments;
-  // The kernel owns its arguments. It takes the tensors off the stack before anything can fail.
-  std::vector<Tensor> tensors(num_arguments);
+  // The kernel owns its arguments. It takes them off the stack before anything can fail.
+  std::vector<Taken> taken(num_arguments);
   for (uint64_t i = 0; i < num_arguments; ++i) {
-    if (kinds[i] == 'T' || kinds[i] == 't') tensors[i] = take_tensor(stack[i], kinds[i]);
+    switch (kinds[i]) {
+      case 'T':
+      case 't': taken[i].tensor = take_tensor(stack[i], kinds[i]); break;
+      case 'I':
+      case 'F':
+      case 's': taken[i].object = {as_pointer<void>(stack[i]), {kinds[i]}}; break;
+      case 'D':
+        if (stack[i] != 0) taken[i].dtype = static_cast<int8_t>(unwrap(stack[i]));
+        break;
+      default: break;
+    }
   }
   for (uint64_t i = 0; i < num_arguments; ++i) {
     switch (kinds[i]) {
       case 'T':
       case 't':
-        if (tensors[i]) tensors[i] = contiguous(std::move(tensors[i]));
-        arguments.add(tensors[i]);
+        if (taken[i].tensor) taken[i].tensor = contiguous(std::move(taken[i].tensor));
+        arguments.add(taken[i].tensor);
         break;
       case 'n': arguments.add_size(static_cast<int64_t>(stack[i])); break;
       case 'D':
-        if (stack[i] == 0) {
-          arguments.add_none();
+        if (taken[i].dtype.has_value()) {
+          arguments.add_option(*taken[i].dtype);
         } else {
-          arguments.add_option(static_cast<int8_t>(unwrap(stack[i])));
+          arguments.add_none();
         }
         break;
       case 'd': arguments.add_option(static_cast<int8_t>(stack[i])); break;
       case 'b': arguments.add_option(static_cast<int8_t>(stack[i] & 1)); break;
       case 'I':
-      case 'F': add_list(arguments, as_pointer<void>(stack[i])); break;
-      case 's': add_string(arguments, as_pointer<void>(stack[i])); break;
+      case 'F': add_list(arguments, taken[i].object.get()); break;
+      case 's': add_string(arguments, taken[i].object.get()); break;
       default: arguments.add_option(stack[i]);  // int, float
     }
   }

@@ -321,13 +321,16 @@ TEST_F(PackedCuda, LargerThanTiles) {
   }
 }
 
-// Tiles whose weights two CTAs of a cluster share, with parts of tiles below and beside them.
-TEST_F(PackedCuda, PairsOfTiles) {
+// Tiles whose weights two CTAs of a cluster share, with parts of tiles below and beside them; k-blocks in part, or only
+// one.
+TEST_F(PackedCuda, LargeGroups) {
   for (const bool fp8 : {false, true}) {
     for (const int layout : {kPfd, kFpd}) {
       if (fp8 && layout == kFpd) continue;
       const std::vector<int32_t> sizes = {530, 0, 300, 5, 1030};
-      LoraCase l = fp8 ? case_of(AB_BFLOAT16, layout, 384, 128, sizes) : case_of(AB_BFLOAT16, layout, 352, 96, sizes);
+      LoraCase l = fp8              ? case_of(AB_BFLOAT16, layout, 384, 128, sizes)
+                   : layout == kPfd ? case_of(AB_BFLOAT16, layout, 352, 96, sizes)
+                                    : case_of(AB_BFLOAT16, layout, 64, 64, sizes);
       l.c.R = 1870;
       l.c.T = 650;
       l.c.weighting = Weighting::late;

@@ -38,11 +38,11 @@ __global__ void decode_tiles(const PackedSource source, const Tile* const tiles,
   const auto stage = static_cast<uint32_t>(Way::kMemoryBytes);
   for (int n = 0; n < count; ++n) {
     PackedGather<Format, kLayout, kColumns, Way::kMemoryBytes, kMajor, Way::kBlocks> gather(source, tiles[n], 0);
-    const int first = gather.decodes_one() ? static_cast<int>(blockIdx.x) * kPanel : 0;
-    const int end = gather.decodes_one() ? first + kPanel : kColumns;
+    const int first = gather.decodes_one_portion() ? static_cast<int>(blockIdx.x) * kPanel : 0;
+    const int end = gather.decodes_one_portion() ? first + kPanel : kColumns;
     for (int k_block = 0; k_block < tiles[n].k_blocks; ++k_block) {
       gather.copy(stage, tiles[n], k_block);
-      gather.end_copy(k_block);
+      gather.end_copy(tiles[n], k_block);
       __syncthreads();
       for (int i = static_cast<int>(threadIdx.x); i < kColumns * kBlockK; i += kWarpgroup) {
         const int column = i / kBlockK;
@@ -70,7 +70,9 @@ void check(const PackedTensor& packed, int64_t first, int64_t columns) {
   const int k = k_blocks * kBlockK;
   std::vector<Tile> tiles;
   for (int32_t expert = 0; expert < packed.M; ++expert) {
-    for (int32_t column = 0; column < columns / kScale; column += kColumns / kParts / kScale) {
+    constexpr int kStep = kColumns / kParts / kScale;
+    // The last tile is beyond the last column, as the second one of a pair of neighbours may be.
+    for (int32_t column = 0; column < columns / kScale + kStep; column += kStep) {
       tiles.push_back({.expert = expert, .column = column, .end_k = sum, .k_blocks = k_blocks});
       tiles.push_back({.expert = kNoExpert, .column = column});
       if (Way::kBlocks == 1) continue;

@@ -25,7 +25,7 @@ __device__ __forceinline__ void load_if(bool condition, const Scalar* from, Scal
   if (condition) *word = __ldcs(from);
 }
 
-// Loads 1, 2 or 4 bytes as an unsigned number if the condition holds; else leaves it. L2 fetches 128 bytes.
+// Loads 1, 2 or 4 bytes as an unsigned number if the condition holds; else leaves *number. L2 fetches 128 bytes.
 template <int kBytes>
 __device__ __forceinline__ void load_if(bool condition, const char* from, uint32_t* number) {
   static_assert(kBytes == 1 || kBytes == 2 || kBytes == 4);

@@ -81,8 +81,8 @@ __device__ __forceinline__ void load_shuffled_box(const CUtensorMap& map, uint32
       : "memory");
 }
 
-// Copies from shared memory to the same address in another block of the cluster. `barrier` of that block expects the
-// bytes. Source and size are multiples of 16 bytes.
+// Copies from shared memory to the same address in another block of the cluster. Completes on the barrier at the same
+// address as `barrier` in that block, which must expect the bytes. Source and size are multiples of 16 bytes.
 __device__ __forceinline__ void copy_to_block(uint32_t from, uint32_t bytes, const Barrier& barrier, uint32_t block) {
   asm volatile(
       "{\n"

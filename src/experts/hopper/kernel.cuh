@@ -1,5 +1,5 @@
-// Grouped GEMM for Hopper. One persistent CTA per SM: 1 producer warpgroup, or 2 with packed weights, and 2 consumer
-// warpgroups.
+// Grouped GEMM for Hopper. One persistent CTA per SM: 1 producer warpgroup, or 2 if the second one decodes packed
+// weights, and 2 consumer warpgroups.
 //
 //   producer   warp 0       issues TMA loads
 //              warp 1       runs the tile scheduler, fills the tile queue
@@ -62,7 +62,7 @@ class GroupedProduct {
   using Shape = typename P::Shape;
   using OperandA = typename P::OperandA;
   using OperandB = typename P::OperandB;
-  // With two producer warpgroups, the second one decodes.
+  static_assert(Shape::kProducers == 1 || OperandB::kPacked, "the second producer warpgroup decodes");
   static constexpr Loads kFirstLoads = Shape::kProducers > 1 ? Loads::a : Loads::both;
   static constexpr bool kFirstGathers = kGathers<kFirstLoads, OperandA, OperandB>;
   static constexpr int kDecodingWarps = (Shape::kProducers - 1) * 4;
@@ -101,7 +101,7 @@ class GroupedProduct {
       take_registers<kConsumerRegisters>();
       consume(warpgroup - Shape::kProducers);
     }
-    if (Shape::kBlocks > 1) sync_cluster<Shape::kBlocks>();  // other CTAs may still arrive at this CTA's barriers
+    if (Shape::kBlocks > 1) sync_cluster<Shape::kBlocks>();  // other CTAs may still use this CTA's barriers and stages
   }
 
  private:
@@ -117,7 +117,7 @@ class GroupedProduct {
   static constexpr bool kLargeProducer =
       OperandA::kScaled || (kFirstGathers && (Shape::kProducers == 2 || !P::Epilogue::template kNeedsRegisters<Shape>));
   static constexpr int kProducerRegisters = Shape::kProducers == 1 && OperandB::kPacked ? 72 : kLargeProducer ? 56 : 40;
-  static constexpr int kSecondProducerRegisters = 96 - kProducerRegisters;
+  static constexpr int kSecondProducerRegisters = 96 - kProducerRegisters;  // 4 * 128 - 2 * 208 for both
   static constexpr int kRegisters = 65536 / Shape::kThreads / 8 * 8 * (Shape::kProducers + Shape::kConsumers);
   static constexpr int kConsumerRegisters =
       (kRegisters - kProducerRegisters - (Shape::kProducers == 2 ? kSecondProducerRegisters : 0)) / 16 * 8;

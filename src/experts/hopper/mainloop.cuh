@@ -3,8 +3,8 @@
 //   stage s of the ring:  a[s]  kRows / 64 panels     full[s]   the k-block has arrived
 //                         b[s]  kColumns / 64 panels  empty[s]  the warps of the tile have read it
 //
-// The CTAs of a cluster advance together, k-block by k-block. Each CTA multicasts its part of B to the stages of the
-// other CTAs, so a stage is empty when the consumers of all CTAs have read it.
+// The CTAs of a cluster advance together, k-block by k-block. Each CTA multicasts its part of B, or copies what it
+// has decoded, to the stages of the other CTAs, so a stage is empty when the consumers of all CTAs have read it.
 //
 // mbarrier waits only see a phase's parity. With ping-pong consumers one warpgroup could lag a whole ring behind and
 // mistake phase p + 2 for p. So a warpgroup enters its main loop only after the other has left its own.
@@ -36,7 +36,7 @@ struct OperandRing : PackedMemory<Shape::kPackedBytes> {
   Barrier empty[Shape::kStages];
   Barrier mainloop_ended[Shape::kTilesInFlight];
 
-  // Called by one thread before any other use. arrivals: of the producers for a k-block, besides the leading warp's.
+  // Called by one thread before any other use. arrivals: of the producers per k-block, without the leading warp's.
   __device__ void init(int arrivals) {
     for (int i = 0; i < Shape::kStages; ++i) {
       full[i].init(static_cast<uint32_t>(1 + arrivals));
@@ -69,7 +69,7 @@ struct OperandRing : PackedMemory<Shape::kPackedBytes> {
   }
 };
 
-// The operands that a producer warpgroup loads or decodes.
+// The operands that a producer warpgroup gathers or decodes. The leading warp issues the TMA loads of both.
 enum class Loads { both, a, b };
 
 // Who arrives for a k-block besides the leading warp: the threads of a warpgroup that gathers, after their copies, and
@@ -144,14 +144,17 @@ __device__ __forceinline__ void load_k_blocks(OperandRing<Shape>& ring, const Op
     gather_b.copy(shared_address(ring.b[at.stage]), tile, k_block);
     arrive(full);
     if constexpr (kDecodes) {
-      if (Shape::kBlocks > 1 && gather_b.decodes_one() && lane_index() == 0) {
-        // A warp's rows are adjacent.
+      static_assert(Shape::kBlocks == 1 || (Shape::kBlocks == 2 && kOnlyDecodes<kLoads, OperandA, OperandB>),
+                    "arrive() must have synchronised the decoding warp");
+      if (Shape::kBlocks > 1 && gather_b.decodes_one_portion() && lane_index() == 0) {
+        // A warp's rows are adjacent, and each lane has fenced its stores. The stage is not used again before the copy
+        // has read it: the other block releases it after the bytes have arrived.
         constexpr uint32_t kBytes = Shape::kBytesB / Shape::kBlocks / 4;
         const uint32_t block = block_in_cluster<Shape::kBlocks>();
         copy_to_block(shared_address(ring.b[at.stage]) + (block * 4 + warp_index() % 4) * kBytes, kBytes, full,
                       block ^ 1u);
       }
-      gather_b.end_copy(k_block);
+      gather_b.end_copy(tile, k_block);
     }
   }
   if constexpr (OperandB::kMayHaveLowRank) {

@@ -1,4 +1,4 @@
-// Packed weights (MXFP4, FP8 blocks) as operand B of a GEMM over rows. The producer warpgroup copies their bytes to
+// Packed weights (MXFP4, FP8 blocks) as operand B of a GEMM over rows. A producer warpgroup copies their bytes to
 // shared memory several k-blocks ahead, and decodes one k-block at a time into a stage of the ring, as bfloat16.
 //
 //   piece   16 bytes of a row in memory, which share a scale: 32 elements of MXFP4 or 16 of e4m3
@@ -97,12 +97,13 @@ struct Fp8Blocks : Fp8Pieces {
   }
 };
 
-// The distances in bytes between what a thread reads for a k-block: its pieces, or their scales.
+// The distances in bytes between the pieces, or the scales, that a thread reads for a k-block. For scales, the next
+// k-block is the next one with new scales.
 struct PackedDistances {
   int64_t step;     // to the next one of a part
   int64_t part;     // from the last one of a part to the first one of the next part
-  int64_t block;    // from the last one of a k-block to the first one of the next k-block that has others
-  int64_t portion;  // the same if the thread reads only one portion of the k-blocks
+  int64_t block;    // from the last one of a k-block to the first one of the next k-block
+  int64_t portion;  // like `block`, for a thread that reads one portion of each k-block
 };
 
 // Matrices [E, N, C] in memory. k-major operands sum over C; their columns are the rows of N, adjacent ones, or half of
@@ -139,11 +140,12 @@ struct PackedSteps {
   // Along a column of the operand, and along k:
   static constexpr int kScaleColumns = kIsK ? Format::kScaleRows : Format::kScaleElements;
   static constexpr int kScaleK = kIsK ? Format::kScaleElements : Format::kScaleRows;
-  static constexpr int kScaleParts = std::clamp(kScaleColumns / kPanel, 1, kParts);              // with one scale
-  static constexpr int kScaleSteps = kIsK && kScaleColumns == 1 ? 1 : kScaleParts * kPartSteps;  // with one scale
+  static constexpr int kScaleParts = std::clamp(kScaleColumns / kPanel, 1, kParts);              // parts per scale
+  static constexpr int kScaleSteps = kIsK && kScaleColumns == 1 ? 1 : kScaleParts * kPartSteps;  // steps per scale
   static constexpr int kScales = kPortionSteps / kScaleSteps;  // of a thread and portion
   static_assert(kWarpRows % 8 == 0, "the rows of a thread have the same swizzle");
-  static_assert(kPortions == 1 ? !kIsK : kColumns == 2 * kPanel, "two portions are the panels of a stage");
+  static_assert(kPortions == 1 || kColumns == 2 * kPanel, "two portions are the panels of a stage");
+  static_assert(kPortions == 2 || !kIsK, "a k-major operand has two portions");
 };
 
 // A thread's share of decoding the panels of a tile's k-blocks, see Gather. kPortions: blocks of a cluster. If they
@@ -158,18 +160,18 @@ class PackedGather : PackedSteps<Format, kLayout, kColumns, kMajor, kPortions> {
   static constexpr int kStages = kMemoryBytes / (kPortions * kPortionSteps * kStepBytes);
   // With 256 columns there are no registers to load the pieces of a k-block before its stage is empty, nor more than
   // one before the first is decoded.
-  static constexpr bool kHasRegisters = kColumns <= 128;
-  static constexpr int kAhead = kHasRegisters ? kPortionSteps : 1;
+  static constexpr bool kLoadsEarly = kColumns <= 128;
+  static constexpr int kAhead = kLoadsEarly ? kPortionSteps : 1;
 
  public:
   // memory: kMemoryBytes of shared memory. Starts to copy the first k-blocks.
   __device__ __forceinline__ PackedGather(const PackedSource& from, const Tile& tile, uint32_t memory)
-      : from_(from), decodes_one_(kPortions > 1 && tile.multicasts_b != 0) {
+      : from_(from), decodes_one_portion_(kPortions > 1 && tile.multicasts_b != 0) {
     constexpr int kColumnScale = kLayout == GateUpLayout::interleaved ? 2 : 1;
     const int warp = warp_index() % 4;
     const int row = warp * (kPartRows / 4) + lane_index() / kPieces;  // of step 0 in its part
     const int element = lane_index() % kPieces * Format::kElements;
-    const int portion = decodes_one_ ? static_cast<int>(block_in_cluster<kPortions>()) : 0;
+    const int portion = decodes_one_portion_ ? static_cast<int>(block_in_cluster<kPortions>()) : 0;
     const int32_t tile_column = kColumnScale * tile.column + (kIsGated ? 0 : portion * kPanel);
     columns_left_ = from.columns - tile_column - (kIsK ? row : element);
     k_left_ = tile.end_k - (kIsK ? element : row);
@@ -184,7 +186,7 @@ class PackedGather : PackedSteps<Format, kLayout, kColumns, kMajor, kPortions> {
     slot_ = memory + (warp * kWarp + lane_index()) * 16;
     place_ = swizzled(portion * kPanel + row, element / 8);
 #pragma unroll 1  // the producer has few registers
-    for (int k_block = 0; k_block < kStages; ++k_block) copy_pieces(k_block, k_block);
+    for (int k_block = 0; k_block < kStages; ++k_block) copy_pieces(k_block, tile, k_block);
     load_scales(0);
     wait_for_pieces();
     take_scales(0);
@@ -202,16 +204,15 @@ class PackedGather : PackedSteps<Format, kLayout, kColumns, kMajor, kPortions> {
   }
 
   // Prepares the next k-block, and replaces the pieces that have been decoded by later ones.
-  __device__ __forceinline__ void end_copy(int k_block) {
-    copy_pieces(stage_, k_block + kStages);
+  __device__ __forceinline__ void end_copy(const Tile& tile, int k_block) {
+    copy_pieces(stage_, tile, k_block + kStages);
     if (++stage_ == kStages) stage_ = 0;
     wait_for_pieces();
     take_scales(k_block + 1);
     load_scales(k_block + 2);
   }
 
-  // Whether the thread decodes one portion only.
-  __device__ __forceinline__ bool decodes_one() const { return decodes_one_; }
+  __device__ __forceinline__ bool decodes_one_portion() const { return decodes_one_portion_; }
 
  private:
   __device__ __forceinline__ uint32_t slot_of(int stage, int portion) const {
@@ -222,13 +223,13 @@ class PackedGather : PackedSteps<Format, kLayout, kColumns, kMajor, kPortions> {
   template <class F>
   __device__ __forceinline__ void for_portions(const F& f) const {
     f(0);
-    if (kPortions > 1 && !decodes_one_) f(1);
+    if (kPortions > 1 && !decodes_one_portion_) f(1);
   }
 
   // Waits for the pieces of the k-block to decode next, and loads those of the first portion.
   __device__ __forceinline__ void wait_for_pieces() {
     wait_for_copies<kStages - 1>();
-    if constexpr (kHasRegisters) load_pieces(slot_of(stage_, 0), first_pieces_);
+    if constexpr (kLoadsEarly) load_pieces(slot_of(stage_, 0), first_pieces_);
   }
 
   static __device__ __forceinline__ void load_pieces(uint32_t slot, uint4 (&pieces)[kAhead]) {
@@ -243,7 +244,7 @@ class PackedGather : PackedSteps<Format, kLayout, kColumns, kMajor, kPortions> {
       const uint32_t slot = slot_of(stage_, portion);
       const uint32_t place = to + place_ + portion * kPanelBytes;
       uint4 pieces[kAhead];
-      if (kHasRegisters && portion == 0) {
+      if (kLoadsEarly && portion == 0) {
 #pragma unroll
         for (int i = 0; i < kAhead; ++i) pieces[i] = first_pieces_[i];
       } else {
@@ -262,16 +263,19 @@ class PackedGather : PackedSteps<Format, kLayout, kColumns, kMajor, kPortions> {
     });
   }
 
-  // Copies the thread's pieces of a k-block, as one group; pieces out of bounds are zeros.
-  __device__ __forceinline__ void copy_pieces(int stage, int k_block) {
-    for_portions([&](int portion) {
-      const uint32_t slot = slot_of(stage, portion);
+  // Copies the thread's pieces of a k-block, as one group; pieces out of bounds are zeros. The group is empty after the
+  // last k-block, so no copy is under way at the end of a tile: two copies to one slot have no order.
+  __device__ __forceinline__ void copy_pieces(int stage, const Tile& tile, int k_block) {
+    if (k_block < tile.k_blocks) {
+      for_portions([&](int portion) {
+        const uint32_t slot = slot_of(stage, portion);
 #pragma unroll
-      for (int i = 0; i < kPortionSteps; ++i) {
-        copy_async_16(slot + i * kStepBytes, next_piece_, is_valid(portion, i, k_block));
-        next_piece_ += distance(from_.to_piece, portion, i + 1);
-      }
-    });
+        for (int i = 0; i < kPortionSteps; ++i) {
+          copy_async_16(slot + i * kStepBytes, next_piece_, is_valid(portion, i, k_block));
+          next_piece_ += distance(from_.to_piece, portion, i + 1);
+        }
+      });
+    }
     end_copy_group();
   }
 
@@ -305,7 +309,7 @@ class PackedGather : PackedSteps<Format, kLayout, kColumns, kMajor, kPortions> {
   __device__ __forceinline__ int64_t distance(const PackedDistances& to, int portion, int step) const {
     if (step < kPortionSteps) return step % kPartSteps == 0 ? to.part : to.step;
     if constexpr (kPortions == 1) return to.block;
-    return decodes_one_ ? to.portion : portion == 0 ? to.part : to.block;
+    return decodes_one_portion_ ? to.portion : portion == 0 ? to.part : to.block;
   }
 
   __device__ __forceinline__ bool is_valid(int portion, int step, int k_block) const {
@@ -322,9 +326,9 @@ class PackedGather : PackedSteps<Format, kLayout, kColumns, kMajor, kPortions> {
   int32_t k_left_;          // from its first element on
   uint32_t slot_;           // its address in stage 0
   uint32_t place_;          // offset of its first element in a stage of the ring
-  bool decodes_one_;
+  bool decodes_one_portion_;
   int stage_ = 0;
-  uint4 first_pieces_[kAhead];                                      // of the k-block to decode, see kHasRegisters
+  uint4 first_pieces_[kAhead];                                      // of the k-block to decode, see kLoadsEarly
   typename Format::Scale loaded_scales_[kPortions * kScales] = {};  // may not have arrived
   uint32_t scales_[kPortions * kScales];                            // of the k-block to decode
   bool is_fast_;

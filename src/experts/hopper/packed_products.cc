@@ -10,7 +10,8 @@ namespace {
 
 constexpr const char* kNotBFloat16 = "the dtype is not bfloat16";
 constexpr const char* kNoKernel = "there is no kernel for these packed weights";
-constexpr const char* kNotCountedPieces = "packed weights have 2^30 or more columns or 2^32 or more pieces of 16 bytes";
+constexpr const char* kNotCountedPieces =
+    "packed weights have 2^30 or more columns or more than 2^32 pieces of 16 bytes";
 constexpr const char* kNotAlignedPieces = "packed weights are not aligned to 16 bytes";
 constexpr const char* kSplitsBlocks = "a window of columns begins within a block";
 

@@ -90,8 +90,8 @@ void run_kernel(int32_t number, Value* stack, uint64_t num_arguments, uint64_t n
         break;
       case 'n': arguments.add_size(static_cast<int64_t>(stack[i])); break;
       case 'D':
-        if (taken[i].dtype.has_value()) {
-          arguments.add_option(*taken[i].dtype);
+        if (const std::optional<int8_t> dtype = taken[i].dtype; dtype.has_value()) {
+          arguments.add_option(*dtype);
         } else {
           arguments.add_none();
         }

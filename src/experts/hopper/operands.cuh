@@ -264,7 +264,7 @@ struct GatheredRowOperand : LoadedByThreads {
   using Gather = RowGather<kRows>;
 };
 
-// The same with ClampedRowGather. The epilogue must ignore the accumulators of rows that are out of range.
+// A GatheredRowOperand with ClampedRowGather. The epilogue must ignore the accumulators of rows out of range.
 struct ClampedRowOperand : GatheredRowOperand {
   template <int kRows>
   using Gather = ClampedRowGather<kRows>;

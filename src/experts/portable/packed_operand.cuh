@@ -15,8 +15,13 @@
 
 namespace anabranch::cuda::portable {
 
-// decode() calls store(i, elements) for the i-th eight elements of a piece. scale: its bits in memory.
+// load_scale() returns the bits of scale i; nothing waits for them before they are used. decode() calls store(i,
+// elements) for the i-th eight elements of a piece. scale: its bits in memory.
 struct Mxfp4 : Mxfp4Pieces {
+  static __device__ __forceinline__ uint32_t load_scale(const void* scales, int32_t /*dtype*/, uint32_t i) {
+    return static_cast<const uint8_t*>(scales)[i];
+  }
+
   template <class Element, class Store>
   static __device__ __forceinline__ void decode(const uint4& piece, uint32_t scale, int32_t, const Store& store) {
     const uint32_t factor = mx_factor(scale);
@@ -40,6 +45,14 @@ struct Mxfp4 : Mxfp4Pieces {
 };
 
 struct Fp8Blocks : Fp8Pieces {
+  static __device__ __forceinline__ uint32_t load_scale(const void* scales, int32_t dtype, uint32_t i) {
+    switch (dtype) {
+      case AB_FLOAT32: return static_cast<const uint32_t*>(scales)[i];
+      case AB_BFLOAT16: return static_cast<const uint16_t*>(scales)[i];
+      default: return static_cast<const uint8_t*>(scales)[i];
+    }
+  }
+
   template <class Element, class Store>
   static __device__ __forceinline__ void decode(const uint4& piece, uint32_t bits, int32_t dtype, const Store& store) {
     const float scale = float_from_bits(scale_of(bits, dtype));

@@ -15,26 +15,12 @@ struct Mxfp4Pieces {
   static constexpr int kElements = 32;  // per piece
   static constexpr int kScaleElements = static_cast<int>(kMxBlock);
   static constexpr int kScaleRows = 1;
-
-  // Returns the bits of a scale. Nothing waits for them before they are used.
-  static __device__ __forceinline__ uint32_t load_scale(const void* scales, int32_t /*dtype*/, uint32_t i) {
-    return static_cast<const uint8_t*>(scales)[i];
-  }
 };
 
 struct Fp8Pieces {
   static constexpr int kElements = 16;
   static constexpr int kScaleElements = static_cast<int>(kScaleBlock);
   static constexpr int kScaleRows = static_cast<int>(kScaleBlock);
-
-  // Returns the bits of a scale. Nothing waits for them before they are used.
-  static __device__ __forceinline__ uint32_t load_scale(const void* scales, int32_t dtype, uint32_t i) {
-    switch (dtype) {
-      case AB_FLOAT32: return static_cast<const uint32_t*>(scales)[i];
-      case AB_BFLOAT16: return static_cast<const uint16_t*>(scales)[i];
-      default: return static_cast<const uint8_t*>(scales)[i];
-    }
-  }
 
   // Returns the bits of the scale as a float32. bits: from load_scale().
   static __device__ __forceinline__ uint32_t scale_of(uint32_t bits, int32_t dtype) {

@@ -4,8 +4,8 @@
     python tests/python/parallel/robust_programs.py                                            # one process
 
 Each function of SITUATIONS returns arrays, which must have the same bits with "p2p" as with "ring". The last process
-then exits; the others expect an error that names its rank. With the argument "ring", which replaces "p2p", the programs
-run on CPU devices too.
+then exits; the others expect an error that names its rank. The first argument replaces "p2p"; with "ring" the programs
+run on CPU devices too. The second is the number of steps with random routing, by default 300.
 """
 
 import functools
@@ -29,7 +29,7 @@ import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
 import numpy as np  # noqa: E402
 from jax.experimental import multihost_utils  # noqa: E402
-from jax.sharding import AxisType, Mesh, PartitionSpec  # noqa: E402
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec  # noqa: E402
 from meshes import placed  # noqa: E402
 
 from anabranch.jax import Parallel, moe  # noqa: E402
@@ -56,9 +56,9 @@ def parallel_by(transport, **options):
     return Parallel(expert_axis="expert", data_axes="data", transport=transport, **options)
 
 
-def layer(transport, x, *weights, precision=None, **options):
+def layer(transport, x, *weights, precision=None, token_mask=None, **options):
     more = {} if precision is None else {"precision": precision}
-    return moe(x, *weights, topk=K, parallel=parallel_by(transport, **options), **more)
+    return moe(x, *weights, topk=K, token_mask=token_mask, parallel=parallel_by(transport, **options), **more)
 
 
 def loss_of(output):
@@ -211,6 +211,46 @@ def a_rank_is_late(transport, mesh):
     return found
 
 
+def bits_of(array):
+    """The sum of an array's bits as integers, modulo 2^32."""
+    kind = jnp.int16 if array.dtype.itemsize == 2 else jnp.int32
+    return jnp.sum(jax.lax.bitcast_convert_type(array, kind).astype(jnp.int32))
+
+
+def random_routing(transport, mesh, steps):
+    """Many steps: in some, ranks have no tokens, or most tokens go to one expert; process 1 is late now and then."""
+    _, *weights = arrays_on(mesh, seed=14)
+    rows = NamedSharding(mesh, PartitionSpec(("data", "expert")))
+
+    @jax.jit
+    def step(seed, before, *weights):
+        of_x, of_favourite, of_ranks, of_tokens = jax.random.split(jax.random.key(seed), 4)
+        x = 0.1 * jax.random.normal(of_x, (mesh.size * T, D))
+        favourite = jax.random.randint(of_favourite, (), 0, 2 * E)  # none in half of the steps
+        x += jnp.where(favourite < E, weights[0][:, favourite % E].astype(jnp.float32), 0)
+        x = jax.lax.with_sharding_constraint(x.astype(jnp.bfloat16), rows)
+        some = jax.random.bernoulli(of_ranks, 0.7, (mesh.size, 1))
+        some &= jax.random.bernoulli(of_tokens, 0.9, (mesh.size, T))
+
+        def loss(*given):
+            output = layer(transport, *given, token_mask=some.ravel()).output
+            return loss_of(output), output
+
+        (_, output), gradients = jax.value_and_grad(loss, argnums=(0, 1, 2, 3), has_aux=True)(x, *weights)
+        found = (output, *gradients)
+        bits = 31 * before[0] + jnp.stack([bits_of(array) for array in found])
+        finite = before[1] & jnp.stack([jnp.isfinite(array).all() for array in found])
+        return bits, finite
+
+    found = np.zeros(5, np.int32), np.ones(5, bool)
+    for seed in range(steps):
+        if jax.process_index() == 1 and seed % 100 == 50:
+            time.sleep(0.2)
+        found = step(seed, found, *weights)
+    assert np.asarray(found[1]).all()
+    return found
+
+
 SITUATIONS = (
     in_jit,
     one_gradient_of_a_program,
@@ -222,6 +262,7 @@ SITUATIONS = (
     capacity,
     fp8_exchange,
     a_rank_is_late,
+    random_routing,
 )
 
 
@@ -250,14 +291,15 @@ def a_rank_ends(mesh):
     raise AssertionError("no error after a rank ended")
 
 
-def main(transport="p2p"):
+def main(transport="p2p", steps="300"):
     mesh = mesh_over(jax.devices())
     is_first = jax.process_index() == 0
     for situation in SITUATIONS:
         start = time.monotonic()
+        options = {"steps": int(steps)} if situation is random_routing else {}
         with jax.set_mesh(mesh):
             try:
-                want, got = situation("ring", mesh), situation(transport, mesh)
+                want, got = situation("ring", mesh, **options), situation(transport, mesh, **options)
                 expect_same(got, want)
             except Exception as error:
                 raise AssertionError(f"{situation.__name__}, process {jax.process_index()}") from error

@@ -19,27 +19,30 @@ using namespace anabranch::cuda;
 using namespace anabranch::cuda::hopper;
 
 // How a GEMM decodes: constants of its tile shape (tile_shape.cuh, which needs wgmma).
-template <int kColumns_, int kMemoryBytes_, int kBlocks_>
+template <int kColumns_, int kMemoryBytes_, int kPortions_, bool kLoadsEarly_>
 struct Way {
   static constexpr int kColumns = kColumns_;
-  static constexpr int kMemoryBytes = kMemoryBytes_;
+  static constexpr int kMemoryBytes = kMemoryBytes_;  // of a warpgroup
   static constexpr int kStageBytes = kColumns * kSwizzleBytes;
-  static constexpr int kBlocks = kBlocks_;  // of a cluster
+  static constexpr int kPortions = kPortions_;
+  static constexpr bool kLoadsEarly = kLoadsEarly_;
 };
-using OfPair = Way<128, 16 << 10, 2>;
-using OfGradient = Way<256, 48 << 10, 1>;
+using OfHalf = Way<128, 8 << 10, 2, true>;
+using OfHalfAndRows = Way<128, 8 << 10, 2, false>;
+using OfGradient = Way<256, 48 << 10, 1, false>;
 
-// Writes tiles [count, kColumns, k] in bfloat16. One cluster, of one producer warpgroup per block; each block writes
-// what it decodes.
+// Writes tiles [count, kColumns, k] in bfloat16. Each block writes the portion that it decodes.
 template <class Way, class Format, GateUpLayout kLayout, Major kMajor>
 __global__ void decode_tiles(const PackedSource source, const Tile* const tiles, const int count, uint16_t* const to,
                              const int k) {
   constexpr int kColumns = Way::kColumns;
   const auto stage = static_cast<uint32_t>(Way::kMemoryBytes);
   for (int n = 0; n < count; ++n) {
-    PackedGather<Format, kLayout, kColumns, Way::kMemoryBytes, kMajor, Way::kBlocks> gather(source, tiles[n], 0);
-    const int first = gather.decodes_one_portion() ? static_cast<int>(blockIdx.x) * kPanel : 0;
-    const int end = gather.decodes_one_portion() ? first + kPanel : kColumns;
+    const int portion = static_cast<int>(blockIdx.x);
+    PackedGather<Format, kLayout, kColumns, Way::kMemoryBytes, kMajor, Way::kPortions, Way::kLoadsEarly> gather(
+        source, tiles[n], 0, portion);
+    const int first = portion * (kColumns / Way::kPortions);
+    const int end = first + kColumns / Way::kPortions;
     for (int k_block = 0; k_block < tiles[n].k_blocks; ++k_block) {
       gather.copy(stage, tiles[n], k_block);
       gather.end_copy(tiles[n], k_block);
@@ -71,23 +74,21 @@ void check(const PackedTensor& packed, int64_t first, int64_t columns) {
   std::vector<Tile> tiles;
   for (int32_t expert = 0; expert < packed.M; ++expert) {
     constexpr int kStep = kColumns / kParts / kScale;
-    // The last tile is beyond the last column, as the second one of a pair of neighbours may be.
+    // The last tile is beyond the last column.
     for (int32_t column = 0; column < columns / kScale + kStep; column += kStep) {
       tiles.push_back({.expert = expert, .column = column, .end_k = sum, .k_blocks = k_blocks});
-      tiles.push_back({.expert = kNoExpert, .column = column});
-      if (Way::kBlocks == 1) continue;
-      tiles.push_back({.expert = expert, .column = column, .end_k = sum, .k_blocks = k_blocks, .multicasts_b = 1});
       tiles.push_back({.expert = kNoExpert, .column = column});
     }
   }
   const PackedMatrices matrices{
       packed.values.values().data(), packed.scales_data(), packed.dtype, packed.scales_dtype, packed.N, packed.C};
-  const PackedSource source = packed_source<Format, kLayout, kColumns, kMajor, Way::kBlocks>(matrices, first, columns);
+  const PackedSource source =
+      packed_source<Format, kLayout, kColumns, kMajor, Way::kPortions>(matrices, first, columns);
   for (const auto copies : {emulation::Copies::early, emulation::Copies::late}) {
     emulation::set_options({emulation::Order::shuffled, copies});
     std::vector<uint16_t> got(tiles.size() * kColumns * static_cast<size_t>(k), 0x7fc1);
     ASSERT_EQ(launch("decode", decode_tiles<Way, Format, kLayout, kMajor>,
-                     {Way::kBlocks, kWarpgroup, Way::kMemoryBytes + Way::kStageBytes, nullptr}, source, tiles.data(),
+                     {Way::kPortions, kWarpgroup, Way::kMemoryBytes + Way::kStageBytes, nullptr}, source, tiles.data(),
                      static_cast<int>(tiles.size()), got.data(), k)
                   .code,
               AB_OK);
@@ -123,26 +124,27 @@ void fill(PackedTensor* packed) {
 TEST(PackedGathers, DecodeMxfp4) {
   for (const int64_t C : {32, 64, 480}) {
     PackedTensor packed(2, 320, C, AB_FLOAT4_E2M1X2, AB_FLOAT8_E8M0, 1);
-    check<OfPair, Mxfp4, GateUpLayout::ungated>(packed, 40, 264);  // scales below 128 only
+    check<OfHalf, Mxfp4, GateUpLayout::ungated>(packed, 40, 264);  // scales below 128 only
     fill(&packed);
-    check<OfPair, Mxfp4, GateUpLayout::ungated>(packed, 0, 320);
-    check<OfPair, Mxfp4, GateUpLayout::gated>(packed, 0, 160);
-    check<OfPair, Mxfp4, GateUpLayout::interleaved>(packed, 0, 320);
+    check<OfHalf, Mxfp4, GateUpLayout::ungated>(packed, 0, 320);
+    check<OfHalf, Mxfp4, GateUpLayout::gated>(packed, 0, 160);
+    check<OfHalfAndRows, Mxfp4, GateUpLayout::gated>(packed, 0, 160);
+    check<OfHalf, Mxfp4, GateUpLayout::interleaved>(packed, 0, 320);
   }
   for (const uint8_t scale : {0, 1, 127, 128, 130, 254, 255}) {
     PackedTensor packed(1, 64, 32, AB_FLOAT4_E2M1X2, AB_FLOAT8_E8M0, 1);
     fill(&packed);
     for (int64_t i = 0; i < packed.byte_scales.size(); ++i) packed.byte_scales[i] = scale;
-    check<OfPair, Mxfp4, GateUpLayout::ungated>(packed, 0, 64);
+    check<OfHalf, Mxfp4, GateUpLayout::ungated>(packed, 0, 64);
   }
 }
 
 TEST(PackedGathers, DecodeTransposedMxfp4) {
   for (const int64_t N : {8, 64, 456}) {
     PackedTensor packed(2, N, 416, AB_FLOAT4_E2M1X2, AB_FLOAT8_E8M0, 1);
-    check<OfPair, Mxfp4, GateUpLayout::ungated, Major::mn>(packed, 32, 320);
+    check<OfHalf, Mxfp4, GateUpLayout::ungated, Major::mn>(packed, 32, 320);
     fill(&packed);
-    check<OfPair, Mxfp4, GateUpLayout::ungated, Major::mn>(packed, 0, 416);
+    check<OfHalf, Mxfp4, GateUpLayout::ungated, Major::mn>(packed, 0, 416);
     check<OfGradient, Mxfp4, GateUpLayout::ungated, Major::mn>(packed, 0, 416);
   }
 }
@@ -152,10 +154,11 @@ TEST(PackedGathers, DecodeFp8Blocks) {
     for (const int64_t C : {128, 640}) {
       PackedTensor packed(2, 512, C, AB_FLOAT8_E4M3, scales, 2);
       fill(&packed);
-      check<OfPair, Fp8Blocks, GateUpLayout::ungated>(packed, 128, 384);
-      check<OfPair, Fp8Blocks, GateUpLayout::gated>(packed, 0, 256);
+      check<OfHalf, Fp8Blocks, GateUpLayout::ungated>(packed, 128, 384);
+      check<OfHalf, Fp8Blocks, GateUpLayout::gated>(packed, 0, 256);
+      check<OfHalfAndRows, Fp8Blocks, GateUpLayout::gated>(packed, 0, 256);
       if (C != 640) continue;
-      check<OfPair, Fp8Blocks, GateUpLayout::ungated, Major::mn>(packed, 128, 512);
+      check<OfHalf, Fp8Blocks, GateUpLayout::ungated, Major::mn>(packed, 128, 512);
       check<OfGradient, Fp8Blocks, GateUpLayout::ungated, Major::mn>(packed, 128, 512);
     }
   }

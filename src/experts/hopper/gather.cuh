@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "core/cuda/divisor.h"
+#include "core/cuda/keep.cuh"
 #include "core/cuda/tile_memory.cuh"
 #include "core/cuda/warp.cuh"
 #include "experts/hopper/tile_shape.cuh"
@@ -38,39 +39,38 @@ struct GatherSource {
     copy_async_16(to, from + static_cast<uint64_t>(place) * 16, in_bounds && place != kOutOfBounds);
   }
 
-  // Copies a chunk of the row at `place`, which is in bounds, or writes zeros without reading if in_bounds is false. In
-  // PTX the address takes two instructions less than in C++, where the compiler sums its terms in another order.
-  static __device__ __forceinline__ void copy_valid_chunk(uint32_t to, const char* from, uint32_t place,
-                                                          bool in_bounds) {
-    const char* chunk;
-    asm("mad.wide.u32 %0, %1, 16, %2;" : "=l"(chunk) : "r"(place), "l"(from));
-    copy_async_16(to, chunk, in_bounds);
+  // The address of a chunk of the row at `place`. from: that chunk of row 0. In PTX it takes two instructions less than
+  // in C++, where the compiler sums its terms in another order.
+  static __device__ __forceinline__ uint64_t address_of(const char* from, uint32_t place) {
+    uint64_t address;
+    asm("mad.wide.u32 %0, %1, 16, %2;" : "=l"(address) : "r"(place), "l"(from));
+    return address;
   }
 };
 
 // An operand's Gather class is one thread's share of copying the panels of a tile's k-blocks. copy() starts the copies
-// to the panels at `to`; the caller makes its barrier wait for them. NoGather: the operand is loaded by TMA.
+// to the panels at `to`; the caller makes its barrier wait for them. Its second argument: whether the warpgroup also
+// decodes or copies the other operand, so that it has fewer registers. NoGather: the operand is loaded by TMA.
 struct NoGather {
   template <class Operand>
   __device__ NoGather(const Operand&, const Tile&) {}
   __device__ void copy(uint32_t, const Tile&, int) const {}
 };
 
-// The rows of a tile that a lane copies for a K-major operand: where they begin in the matrix, and where they go in a
-// stage. A warp copies a quarter of the rows with 8 lanes per row. Lane i copies rows i / 8 + 8 j and i / 8 + 4 + 8 j,
-// so it needs only two swizzle patterns.
+// Gathers the rows of a tile. Rows out of range are zeros.
+//
+// A warp copies a quarter of the rows with 8 lanes per row. Lane i copies rows i / 8 + 8 j and i / 8 + 4 + 8 j, so it
+// needs only two swizzle patterns.
 template <int kRows>
-class RowPlaces {
- protected:
-  // no_row: the place of rows that are out of range.
-  __device__ __forceinline__ RowPlaces(const GatherSource& from, const Tile& tile, uint32_t no_row)
-      : first_(swizzled(first_row() + row_of(0), chunk())) {
+class RowGather {
+ public:
+  __device__ RowGather(const GatherSource& from, const Tile& tile)
+      : from_(from), first_(swizzled(first_row() + row_of(0), chunk())) {
     uint32_t places[kWarpRows / kWarp];
 #pragma unroll
     for (int i = 0; i < kWarpRows / kWarp; ++i) {
       const int32_t row = tile.row + first_row() + i * kWarp + lane_index();
       places[i] = row < tile.end_row ? from.place_of(from.slot_of(row)) : GatherSource::kOutOfBounds;
-      if (places[i] == GatherSource::kOutOfBounds) places[i] = no_row;
     }
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
@@ -79,23 +79,20 @@ class RowPlaces {
     }
   }
 
-  // Whether nothing multiplies the panel of the warp's rows.
-  static __device__ bool is_outside(const Tile& tile) {
-    return kWarpRows >= kPanel && tile.row + first_row() >= tile.end_row;
-  }
-
-  // Calls copy(to, place) for the lane's rows. to: the address of its chunk in the panels at `stage`.
-  template <class Copy>
-  __device__ __forceinline__ void for_rows(uint32_t stage, const Copy& copy) const {
+  __device__ void copy(uint32_t to, const Tile& tile, int k_block) const {
+    // Nothing multiplies the panel of the warp's rows.
+    if (kWarpRows >= kPanel && tile.row + first_row() >= tile.end_row) return;
+    const int32_t source_chunk = (tile.k + k_block * kBlockK) / 8 + chunk();
+    const bool in_bounds = source_chunk < from_.row_chunks;
+    const char* from = from_.source + int64_t{source_chunk} * 16;
     // Four rows further down, the swizzle flips one bit of the chunk index.
-    const uint32_t firsts[] = {stage + first_, stage + (first_ ^ 4 * 16) + 4 * kSwizzleBytes};
+    const uint32_t firsts[] = {to + first_, to + (first_ ^ 4 * 16) + 4 * kSwizzleBytes};
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
-      copy(firsts[i / (kEach / 2)] + i % (kEach / 2) * kRowStep * kSwizzleBytes, places_[i]);
+      GatherSource::copy_chunk(firsts[i / (kEach / 2)] + i % (kEach / 2) * kRowStep * kSwizzleBytes, from, places_[i],
+                               in_bounds);
     }
   }
-
-  static __device__ int chunk() { return lane_index() % kRowChunks; }  // in every row
 
  private:
   static constexpr int kWarpRows = kRows / 4;
@@ -103,55 +100,91 @@ class RowPlaces {
   static constexpr int kRowStep = 8;                              // period of the swizzle
   static_assert(kWarpRows % kWarp == 0, "each lane of the warpgroup looks up the same number of rows");
 
+  static __device__ int chunk() { return lane_index() % kRowChunks; }  // in every row
   static __device__ int first_row() { return warp_index() % 4 * kWarpRows; }
   static __device__ int row_of(int i) {
     return lane_index() / kRowChunks + i / (kEach / 2) * (kWarp / kRowChunks) + i % (kEach / 2) * kRowStep;
   }
 
+  const GatherSource& from_;
   uint32_t first_;  // offset of the first row's chunk from the stage
   uint32_t places_[kEach];
 };
 
-// Gathers the rows of a tile. Rows out of range are zeros.
-template <int kRows>
-class RowGather : RowPlaces<kRows> {
- public:
-  __device__ RowGather(const GatherSource& from, const Tile& tile)
-      : RowPlaces<kRows>(from, tile, GatherSource::kOutOfBounds), from_(from) {}
-
-  __device__ void copy(uint32_t to, const Tile& tile, int k_block) const {
-    if (this->is_outside(tile)) return;
-    const int32_t source_chunk = (tile.k + k_block * kBlockK) / 8 + this->chunk();
-    const bool in_bounds = source_chunk < from_.row_chunks;
-    const char* from = from_.source + int64_t{source_chunk} * 16;
-    this->for_rows(to, [&](uint32_t at, uint32_t place) { GatherSource::copy_chunk(at, from, place, in_bounds); });
-  }
-
- private:
-  const GatherSource& from_;
-};
-
 // Gathers the rows of a tile that begins at k = 0. Rows out of range are clamped to row 0, which saves an instruction
-// per copy. If the matrix has no rows, nothing is copied.
-template <int kRows>
-class ClampedRowGather : RowPlaces<kRows> {
+// per copy; panels without rows are left out. If the matrix has no rows, nothing is copied.
+//
+// A warp copies 16 rows of each panel, with 8 lanes per row: lane i the rows i / 8 + 4 j, j = 0 ... 3. Each of the 8
+// lanes looks up some of these rows. kShuffles: it keeps only those places, and takes the others from their lanes for
+// each k-block, which needs fewer registers.
+template <int kRows, bool kShuffles>
+class ClampedRowGather {
  public:
-  __device__ ClampedRowGather(const GatherSource& from, const Tile& tile)
-      : RowPlaces<kRows>(from, tile, 0),
-        from_(from.source + this->chunk() * 16),
-        left_(from.source_rows == 0 || this->is_outside(tile) ? -1 : from.row_chunks - this->chunk()) {}
+  __device__ ClampedRowGather(const GatherSource& from, const Tile& tile) : from_(from) {
+    uint32_t thread = threadIdx.x;
+    keep(thread);  // else there are not enough registers for what the tiles have in common
+    const auto chunk = static_cast<int>(thread % kRowChunks);  // in every row
+    uint32_t places[kLookUps];
+#pragma unroll
+    for (int i = 0; i < kLookUps; ++i) {
+      const int32_t row = tile.row + row_of(thread, i * kRowChunks + chunk);
+      places[i] = row < tile.end_row ? from.place_of(from.slot_of(row)) : GatherSource::kOutOfBounds;
+      if (places[i] == GatherSource::kOutOfBounds) places[i] = 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kPlaces; ++i) places_[i] = kShuffles ? places[i] : place(places, i);
+    left_ = from.row_chunks - chunk;
+    panels_ = from.source_rows == 0 ? 0 : min((tile.end_row - tile.row + kPanel - 1) / kPanel, kPanels);
+    first_ = swizzled(row_of(thread, 0), chunk);
+  }
 
   __device__ void copy(uint32_t to, const Tile&, int k_block) const {
-    if (left_ < 0) return;
-    const char* from = from_ + k_block * kSwizzleBytes;
-    const bool in_bounds = left_ > k_block * kRowChunks;
-    this->for_rows(to,
-                   [&](uint32_t at, uint32_t place) { GatherSource::copy_valid_chunk(at, from, place, in_bounds); });
+    const char* from = from_.source + k_block * kSwizzleBytes;
+    const int32_t left = left_ - k_block * kRowChunks;
+    // Four rows further down, the swizzle flips one bit of the chunk index.
+    const uint32_t firsts[] = {to + first_, to + (first_ ^ 4 * 16) + 4 * kSwizzleBytes};
+#pragma unroll
+    for (int panel = 0; panel < kPanels; ++panel) {
+      if (panel >= panels_) return;
+      uint64_t chunks[kEach];
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        const int n = panel * kEach + i;
+        chunks[i] = GatherSource::address_of(from, kShuffles ? place(places_, n) : places_[n]);
+      }
+      // Addresses are multiples of 16, so this is zero. It makes the compiler compute all of them before the first
+      // copy: a register is not free until the copy that it is the address of has started.
+      const auto zero = static_cast<int32_t>((chunks[0] | chunks[1] | chunks[2] | chunks[3]) & 15u);
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        copy_async_16(firsts[i % 2] + panel * kPanelBytes + i / 2 * 8 * kSwizzleBytes,
+                      reinterpret_cast<const char*>(chunks[i]), left > zero);
+      }
+    }
   }
 
  private:
-  const char* from_;  // the lane's chunk of row 0
-  int32_t left_;      // chunks of a row from the lane's on; -1: nothing to copy
+  static constexpr int kPanels = kRows / kPanel;
+  static constexpr int kEach = 4;                                        // rows of a lane and panel
+  static constexpr int kLookUps = kPanels * kEach / kRowChunks;          // per lane
+  static constexpr int kPlaces = kShuffles ? kLookUps : kPanels * kEach;
+
+  // A thread's n-th row in the tile.
+  static __device__ int row_of(uint32_t thread, int n) {
+    const auto warp = static_cast<int>(thread / kWarp % 4), group = static_cast<int>(thread % kWarp / kRowChunks);
+    return n / kEach * kPanel + warp * (kPanel / 4) + group + n % kEach * 4;
+  }
+  // The place of the lane's chunk of that row, which another lane has looked up.
+  static __device__ __forceinline__ uint32_t place(const uint32_t* places, int n) {
+    const uint32_t first = __shfl_sync(kAllLanes, places[n / kRowChunks], n % kRowChunks, kRowChunks);
+    return first + threadIdx.x % kRowChunks;
+  }
+
+  const GatherSource& from_;
+  int32_t left_;      // chunks of a row from the lane's on
+  int32_t panels_;    // with rows
+  uint32_t first_;    // offset of the first row's chunk from the stage
+  uint32_t places_[kPlaces];
 };
 
 // Gathers rows as the k dimension (MN-major operands): a k-block of rows with kCount columns each, which are rows or

@@ -43,6 +43,7 @@ struct IntermediateGradientEpilogue {
   template <class Shape>
   static constexpr bool kNeedsRegisters = !kShuffled;
   static constexpr bool kNeedsPositionRegister = !kShuffled;
+  static constexpr bool kWritesFromOneBuffer = false;
   static constexpr bool kDefersStores = false;
 
   __device__ void prefetch_maps() const {}

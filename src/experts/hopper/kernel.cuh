@@ -4,7 +4,7 @@
 //   producer   warp 0       issues TMA loads
 //              warp 1       runs the tile scheduler, fills the tile queue
 //              all 4 warps  copy gathered rows (cp.async), if an operand is gathered
-//              all 4 warps  decode packed weights: those of the second warpgroup, if there are two
+//              all 4 warps  decode packed weights, see Loads
 //   consumers               take tiles from the queue, issue wgmma, run the epilogue
 //                           cooperative: both work on one tile; ping-pong: one tile each, alternating
 #pragma once
@@ -55,6 +55,7 @@ struct alignas(1024) SharedMemory {
   TileQueue queue;
   LatePlace late[Shape::kConsumers * 4];
   int32_t positions[Shape::kConsumers * 4];  // the tile index of each consumer warp that has no register for it
+  int32_t k_blocks;                          // see schedule_tiles()
 };
 
 template <class P>
@@ -63,10 +64,13 @@ class GroupedProduct {
   using OperandA = typename P::OperandA;
   using OperandB = typename P::OperandB;
   static_assert(Shape::kProducers == 1 || OperandB::kPacked, "the second producer warpgroup decodes");
-  static constexpr Loads kFirstLoads = Shape::kProducers > 1 ? Loads::a : Loads::both;
-  static constexpr bool kFirstGathers = kGathers<kFirstLoads, OperandA, OperandB>;
-  static constexpr int kDecodingWarps = (Shape::kProducers - 1) * 4;
-  static constexpr int kLoadingWarps = (kFirstGathers ? 4 : 1) + kDecodingWarps;
+  static_assert(Shape::kProducers == Shape::kBlocks || !OperandB::kPacked, "see Loads");
+  static_assert(Shape::kSubtileBuffers == 2 || P::Epilogue::kWritesFromOneBuffer, "see SubtileWriter");
+  static constexpr bool kFirstCopies = kCopies<Loads::both, OperandA, OperandB>;
+  static constexpr int kFirstArrivals = kArrivals<Loads::both, OperandA, OperandB>;
+  static constexpr int kSecondArrivals = Shape::kProducers > 1 ? kArrivals<Loads::b, OperandA, OperandB> : 0;
+  // The scheduler's warp does not read the queue. It takes part if all four warps do.
+  static constexpr int kReadingWarps = (kFirstArrivals > 0 ? 3 : 1) + (Shape::kProducers - 1) * 4;
   // Ping-pong already overlaps stores with MMA, and the FP8 main loop has no registers left for deferred stores.
   static constexpr bool kDefersStores =
       P::Epilogue::kDefersStores && Shape::kTilesInFlight == 1 && Shape::kWarpgroupPanels == 1 && !OperandA::kScaled;
@@ -76,9 +80,8 @@ class GroupedProduct {
 
   __device__ void run() {
     if (threadIdx.x == 0) {
-      shared_.ring.init((kFirstGathers ? kWarpgroup : 0) + kDecodingWarps);
-      // The scheduler's warp does not read the queue.
-      shared_.queue.init(Shape::kTileWarps + kLoadingWarps - (kFirstGathers ? 1 : 0));
+      shared_.ring.init(kFirstArrivals + kSecondArrivals);
+      shared_.queue.init(Shape::kTileWarps + kReadingWarps);
       fence_barrier_init();
       p_.a.prefetch_maps();
       p_.b.prefetch_maps();
@@ -89,13 +92,13 @@ class GroupedProduct {
     const int warpgroup = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
     if (Shape::kProducers > 1 && warpgroup == 1) {
       give_up_registers<kSecondProducerRegisters>();
-      load_tiles<Loads::b>(false);
+      load_tiles([&](const Tile& tile) { load<Loads::b>(tile, false); });
     } else if (warpgroup == 0) {
       give_up_registers<kProducerRegisters>();
       if (warp_index() == 1) {
         schedule_tiles();
-      } else if (warp_index() == 0 || kFirstGathers) {
-        load_tiles<kFirstLoads>(warp_index() == 0);
+      } else if (warp_index() == 0 || kFirstArrivals > 0) {
+        load_tiles([&](const Tile& tile) { load_first(tile, warp_index() == 0); });
       }
     } else {
       take_registers<kConsumerRegisters>();
@@ -108,14 +111,13 @@ class GroupedProduct {
   // Registers per thread after setmaxnreg. Every thread starts with 65536 / kThreads, rounded down to a multiple of 8.
   // Producer warpgroups get:
   //
-  //   two, and the first gathers    56 and 40
-  //   two, and the first does not   40 and 56
+  //   two                           56 and 40
   //   one that gathers and decodes  72
   //   one for FP8                   56
   //   one that gathers              56, or 40 if the epilogue needs the registers
   //   others                        40
-  static constexpr bool kLargeProducer =
-      OperandA::kScaled || (kFirstGathers && (Shape::kProducers == 2 || !P::Epilogue::template kNeedsRegisters<Shape>));
+  static constexpr bool kLargeProducer = Shape::kProducers == 2 || OperandA::kScaled ||
+                                         (kFirstCopies && !P::Epilogue::template kNeedsRegisters<Shape>);
   static constexpr int kProducerRegisters = Shape::kProducers == 1 && OperandB::kPacked ? 72 : kLargeProducer ? 56 : 40;
   static constexpr int kSecondProducerRegisters = 96 - kProducerRegisters;  // 4 * 128 - 2 * 208 for both
   static constexpr int kRegisters = 65536 / Shape::kThreads / 8 * 8 * (Shape::kProducers + Shape::kConsumers);
@@ -124,28 +126,49 @@ class GroupedProduct {
 
   __device__ void schedule_tiles() {
     typename P::Scheduler scheduler(p_.tiles);
-    int32_t k_blocks = 0;
+    int32_t k_blocks = 0;  // of the tiles so far
+    constexpr bool kInRegister = !OperandB::kPacked;  // a warp that decodes has none left
+    volatile int32_t& k_blocks_in_memory = shared_.k_blocks;
+    if (!kInRegister && lane_index() == 0) k_blocks_in_memory = 0;
     int n = 0;
     for (;; ++n) {
       Tile tile = scheduler.next(n);
+      if constexpr (!kInRegister) {
+        __syncwarp();
+        k_blocks = k_blocks_in_memory;
+      }
       tile.first_k_block = k_blocks;
       shared_.queue.put(n, tile);
       if (tile.expert == kNoTile) break;
       k_blocks += blocks_of(p_.b, tile);
-      if constexpr (kFirstGathers) load_k_blocks<kFirstLoads>(shared_.ring, p_.a, p_.b, tile, false);
+      if (!kInRegister && lane_index() == 0) k_blocks_in_memory = k_blocks;
+      if constexpr (kFirstArrivals > 0) load_first(tile, false);
     }
     for (int more = 1; more < Shape::kTilesInFlight; ++more) shared_.queue.put(n + more, {.expert = kNoTile});
     let_next_kernel_start();
   }
 
-  // is_leader: this warp issues the TMA loads.
-  template <Loads kLoads>
-  __device__ void load_tiles(bool is_leader) {
+  template <class Load>
+  __device__ void load_tiles(const Load& load) {
     for (int n = 0;; ++n) {
       const Tile tile = shared_.queue.get(n);
       if (tile.expert == kNoTile) return;
-      load_k_blocks<kLoads>(shared_.ring, p_.a, p_.b, tile, is_leader);
+      load(tile);
     }
+  }
+
+  // is_leader: this warp issues the TMA loads.
+  template <Loads kLoads>
+  __device__ void load(const Tile& tile, bool is_leader) {
+    load_k_blocks<kLoads>(shared_.ring, p_.a, p_.b, tile, is_leader);
+  }
+
+  // Loads a tile as a warp of the first producer warpgroup.
+  __device__ void load_first(const Tile& tile, bool is_leader) {
+    if constexpr (Shape::kProducers > 1) {
+      if (tile.multicasts_b != 0) return load<Loads::a>(tile, is_leader);
+    }
+    load<Loads::both>(tile, is_leader);
   }
 
   __device__ void consume(int warpgroup) {

@@ -70,14 +70,21 @@ struct OperandRing : PackedMemory<Shape::kPackedBytes> {
 };
 
 // The operands that a producer warpgroup gathers or decodes. The leading warp issues the TMA loads of both.
+//
+// With two producer warpgroups, each decodes half of the packed weights. If the other CTA of the cluster needs the same
+// ones, the first warpgroup decodes nothing: the second ones of both CTAs decode half each, and copy it to the other.
 enum class Loads { both, a, b };
 
-// Who arrives for a k-block besides the leading warp: the threads of a warpgroup that gathers, after their copies, and
-// the warps of a warpgroup that only decodes.
+// Whether the threads of a producer warpgroup copy to the ring.
 template <Loads kLoads, class OperandA, class OperandB>
-constexpr bool kGathers = (kLoads != Loads::b && OperandA::kGathered) || (kLoads != Loads::a && OperandB::kGathered);
+constexpr bool kCopies = (kLoads != Loads::b && OperandA::kGathered) ||
+                         (kLoads != Loads::a && OperandB::kGathered && !OperandB::kPacked);
+
+// Arrivals of a producer warpgroup for a k-block, without the leading warp's: of its threads, after their copies, or of
+// its warps. With packed weights the warps of both warpgroups arrive for each k-block, also if they have decoded none:
+// a warp that skipped k-blocks could mistake a phase of `empty` for a later one.
 template <Loads kLoads, class OperandA, class OperandB>
-constexpr bool kOnlyDecodes = kLoads == Loads::b && OperandB::kPacked;
+constexpr int kArrivals = kCopies<kLoads, OperandA, OperandB> ? kWarpgroup : OperandB::kPacked ? 4 : 0;
 
 // Loads the k-blocks of a tile into the ring. Called by the leading warp, or by all warps of a producer warpgroup that
 // gathers or decodes.
@@ -87,25 +94,29 @@ __device__ __forceinline__ void load_k_blocks(OperandRing<Shape>& ring, const Op
   constexpr bool kLoadsA = kLoads != Loads::b;
   constexpr bool kLoadsB = kLoads != Loads::a;
   constexpr bool kDecodes = kLoadsB && OperandB::kPacked;
+  const bool is_shared = Shape::kBlocks > 1 && tile.multicasts_b != 0;
   const uint32_t bytes = a.template bytes<Shape::kRows>(tile) + b.template bytes<Shape::kColumns>(tile);
-  auto gather_a = [&] {
-    using Gather = typename OperandA::template Gather<Shape::kRows>;
-    return std::conditional_t<kLoadsA, Gather, NoGather>(a, tile);
-  }();
   auto gather_b = [&] {
-    using Gather = typename OperandB::template Gather<Shape::kColumns>;
+    using Gather = typename OperandB::template Gather<Shape::kColumns, kCopies<kLoads, OperandA, OperandB>>;
     if constexpr (kDecodes) {
-      return Gather(b, tile, shared_address(ring.packed));
+      constexpr int kBytes = Shape::kPackedBytes / Shape::kProducers;
+      const uint32_t memory = shared_address(ring.packed) + (kLoadsA ? 0 : kBytes);
+      const int portion = kLoadsA ? 0 : is_shared ? static_cast<int>(block_in_cluster<Shape::kBlocks>()) : 1;
+      return Gather(b, tile, memory, portion);
     } else {
       return std::conditional_t<kLoadsB, Gather, NoGather>(b, tile);
     }
   }();
-  const auto arrive = [](Barrier& full) {
-    if constexpr (kOnlyDecodes<kLoads, OperandA, OperandB>) {
+  auto gather_a = [&] {
+    using Gather = typename OperandA::template Gather<Shape::kRows, kDecodes>;
+    return std::conditional_t<kLoadsA, Gather, NoGather>(a, tile);
+  }();
+  const auto arrive = [&](Barrier& full) {
+    if constexpr (kCopies<kLoads, OperandA, OperandB>) {
+      full.arrive_after_copies();
+    } else if constexpr (OperandB::kPacked) {
       __syncwarp();
       if (lane_index() == 0) full.arrive();
-    } else if constexpr (kGathers<kLoads, OperandA, OperandB>) {
-      full.arrive_after_copies();
     }
   };
   auto at = OperandRing<Shape>::Position::nth(tile.first_k_block);
@@ -144,9 +155,8 @@ __device__ __forceinline__ void load_k_blocks(OperandRing<Shape>& ring, const Op
     gather_b.copy(shared_address(ring.b[at.stage]), tile, k_block);
     arrive(full);
     if constexpr (kDecodes) {
-      static_assert(Shape::kBlocks == 1 || (Shape::kBlocks == 2 && kOnlyDecodes<kLoads, OperandA, OperandB>),
-                    "arrive() must have synchronised the decoding warp");
-      if (Shape::kBlocks > 1 && gather_b.decodes_one_portion() && lane_index() == 0) {
+      if (kLoads == Loads::b && is_shared && lane_index() == 0) {
+        static_assert(kLoads != Loads::b || !kCopies<kLoads, OperandA, OperandB>, "arrive() must synchronise the warp");
         // A warp's rows are adjacent, and each lane has fenced its stores. The stage is not used again before the copy
         // has read it: the other block releases it after the bytes have arrived.
         constexpr uint32_t kBytes = Shape::kBytesB / Shape::kBlocks / 4;

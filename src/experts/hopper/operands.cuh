@@ -18,7 +18,7 @@ struct LoadedByTma {
   static constexpr bool kMayHaveBias = false;
   static constexpr bool kMayHaveLowRank = false;
   static constexpr bool kScaled = false;
-  template <int>
+  template <int, bool = false>
   using Gather = NoGather;
 
   // Bytes that load() transfers for kSides rows or columns of a tile.
@@ -260,14 +260,14 @@ struct ShuffledWeightOperand : LoadedByTma {
 // Operand A of a GEMM over gathered rows.
 struct GatheredRowOperand : LoadedByThreads {
   static constexpr Major kMajor = Major::k;
-  template <int kRows>
+  template <int kRows, bool = false>
   using Gather = RowGather<kRows>;
 };
 
 // A GatheredRowOperand with ClampedRowGather. The epilogue must ignore the accumulators of rows out of range.
 struct ClampedRowOperand : GatheredRowOperand {
-  template <int kRows>
-  using Gather = ClampedRowGather<kRows>;
+  template <int kRows, bool kAlsoDecodes = false>
+  using Gather = ClampedRowGather<kRows, kAlsoDecodes>;
 };
 
 // Operand A or B of a weight gradient: the rows of a matrix are k, its columns are rows or columns of the result.
@@ -292,7 +292,7 @@ struct RowsAsK : LoadedByTma {
 template <Side kSide>
 struct GatheredRowsAsK : LoadedByThreads {
   static constexpr Major kMajor = Major::mn;
-  template <int kCount>
+  template <int kCount, bool = false>
   using Gather = KGather<kSide, kCount>;
 };
 

@@ -13,6 +13,7 @@
 #include "anabranch/types.h"
 #include "core/cuda/cluster.cuh"
 #include "core/cuda/copy_groups.cuh"
+#include "core/cuda/keep.cuh"
 #include "core/cuda/panel.cuh"
 #include "core/cuda/shared.cuh"
 #include "core/cuda/tile_memory.cuh"
@@ -28,10 +29,9 @@ namespace anabranch::cuda::hopper {
 // The distances in bytes between the pieces, or the scales, that a thread reads for a k-block. For scales, the next
 // k-block is the next one with new scales.
 struct PackedDistances {
-  int64_t step;     // to the next one of a part
-  int64_t part;     // from the last one of a part to the first one of the next part
-  int64_t block;    // from the last one of a k-block to the first one of the next k-block
-  int64_t portion;  // like `block`, for a thread that reads one portion of each k-block
+  int64_t step;   // to the next one of a part
+  int64_t part;   // from the last one of a part to the first one of the next part
+  int64_t block;  // from the last one of a k-block to the first one of the next k-block
 };
 
 // Matrices [E, N, C] in memory. k-major operands sum over C; their columns are the rows of N, adjacent ones, or half of
@@ -52,8 +52,7 @@ struct PackedSource {
 // How the pieces of a k-block are divided among portions, portions among parts, parts among steps, and steps among
 // scales. A row is 128 bytes of a stage: a column of a k-major operand; 64 columns with one k of an mn-major one.
 //
-//   portion  the rows of the stage that one block of a cluster decodes for all of its blocks; with two blocks 64 rows,
-//            and otherwise all of them
+//   portion  the rows of the stage that a warpgroup decodes: with two portions 64 rows, and otherwise all of them
 //   part     the rows of one panel
 //   step     rows of a part, of which each thread decodes a piece; a warp's rows of a part are adjacent
 template <class Format, GateUpLayout kLayout, int kColumns, Major kMajor, int kPortions>
@@ -76,30 +75,33 @@ struct PackedSteps {
   static_assert(kPortions == 2 || !kIsK, "a k-major operand has two portions");
 };
 
-// A thread's share of decoding the panels of a tile's k-blocks, see Gather. kPortions: blocks of a cluster. If they
-// need the same k-blocks, each decodes one portion, and the caller copies it to the other block.
-template <class Format, GateUpLayout kLayout, int kColumns, int kMemoryBytes, Major kMajor, int kPortions>
+// A thread's share of decoding one of kPortions portions of a tile's k-blocks, see Gather.
+// kLoadsEarly: loads the pieces of a k-block before its stage is empty; else one before the first is decoded, which
+// needs fewer registers.
+template <class Format, GateUpLayout kLayout, int kColumns, int kMemoryBytes, Major kMajor, int kPortions,
+          bool kLoadsEarly>
 class PackedGather : PackedSteps<Format, kLayout, kColumns, kMajor, kPortions> {
   using Steps = PackedSteps<Format, kLayout, kColumns, kMajor, kPortions>;
   using Steps::kIsK, Steps::kPartRows, Steps::kParts, Steps::kPartSteps, Steps::kPieces, Steps::kPortionSteps,
       Steps::kScaleK, Steps::kScales, Steps::kScaleSteps, Steps::kWarpRows;
   static constexpr bool kIsGated = kLayout == GateUpLayout::gated;
   static constexpr int kStepBytes = kWarpgroup * 16;  // in shared memory
-  static constexpr int kStages = kMemoryBytes / (kPortions * kPortionSteps * kStepBytes);
-  // With 256 columns there are no registers to load the pieces of a k-block before its stage is empty, nor more than
-  // one before the first is decoded.
-  static constexpr bool kLoadsEarly = kColumns <= 128;
+  static constexpr int kStages = kMemoryBytes / (kPortionSteps * kStepBytes);
   static constexpr int kAhead = kLoadsEarly ? kPortionSteps : 1;
+  // Whether each piece is replaced by a later one as soon as it is decoded; else all after the arrival, which needs fewer
+  // registers.
+  static constexpr bool kCopiesEarly = kPortions > 1;
 
  public:
-  // memory: kMemoryBytes of shared memory. Starts to copy the first k-blocks.
-  __device__ __forceinline__ PackedGather(const PackedSource& from, const Tile& tile, uint32_t memory)
-      : from_(from), decodes_one_portion_(kPortions > 1 && tile.multicasts_b != 0) {
+  // memory: kMemoryBytes of shared memory, of this warpgroup alone. Starts to copy the first k-blocks.
+  __device__ __forceinline__ PackedGather(const PackedSource& from, const Tile& tile, uint32_t memory, int portion)
+      : from_(from) {
     constexpr int kColumnScale = kLayout == GateUpLayout::interleaved ? 2 : 1;
-    const int warp = warp_index() % 4;
-    const int row = warp * (kPartRows / 4) + lane_index() / kPieces;  // of step 0 in its part
-    const int element = lane_index() % kPieces * Format::kElements;
-    const int portion = decodes_one_portion_ ? static_cast<int>(block_in_cluster<kPortions>()) : 0;
+    uint32_t thread = threadIdx.x % kWarpgroup;
+    keep(thread);  // else there are not enough registers for what the tiles have in common
+    const auto warp = static_cast<int>(thread / kWarp), lane = static_cast<int>(thread % kWarp);
+    const int row = warp * (kPartRows / 4) + lane / kPieces;  // of step 0 in its part
+    const int element = lane % kPieces * Format::kElements;
     const int32_t tile_column = kColumnScale * tile.column + (kIsGated ? 0 : portion * kPanel);
     columns_left_ = from.columns - tile_column - (kIsK ? row : element);
     k_left_ = tile.end_k - (kIsK ? element : row);
@@ -111,7 +113,7 @@ class PackedGather : PackedSteps<Format, kLayout, kColumns, kMajor, kPortions> {
     const uint32_t scale = stored_row / Format::kScaleRows * from.row_scales + stored_element / Format::kScaleElements;
     next_piece_ = from.values + uint64_t{piece} * 16;
     next_scale_ = from.scales + uint64_t{scale} * static_cast<uint32_t>(from.scale_bytes);
-    slot_ = memory + (warp * kWarp + lane_index()) * 16;
+    slot_ = memory + thread * 16;
     place_ = swizzled(portion * kPanel + row, element / 8);
 #pragma unroll 1  // the producer has few registers
     for (int k_block = 0; k_block < kStages; ++k_block) copy_pieces(k_block, tile, k_block);
@@ -122,128 +124,107 @@ class PackedGather : PackedSteps<Format, kLayout, kColumns, kMajor, kPortions> {
   }
 
   // Must be called for consecutive k-blocks, from 0 on, each time with end_copy() after the caller's arrival.
-  __device__ __forceinline__ void copy(uint32_t to, const Tile&, int) {
+  __device__ __forceinline__ void copy(uint32_t to, const Tile& tile, int k_block) {
     if (Format::kAlwaysFast || is_fast_) {
-      decode<true>(to);
+      decode<true>(to, tile, k_block);
     } else {
-      decode<false>(to);
+      decode<false>(to, tile, k_block);
     }
     fence_async_proxy();
   }
 
-  // Prepares the next k-block, and replaces the pieces that have been decoded by later ones.
+  // Prepares the next k-block.
   __device__ __forceinline__ void end_copy(const Tile& tile, int k_block) {
-    copy_pieces(stage_, tile, k_block + kStages);
+    if constexpr (!kCopiesEarly) copy_pieces(stage_, tile, k_block + kStages);
     if (++stage_ == kStages) stage_ = 0;
     wait_for_pieces();
     take_scales(k_block + 1);
     load_scales(k_block + 2);
   }
 
-  __device__ __forceinline__ bool decodes_one_portion() const { return decodes_one_portion_; }
-
  private:
-  __device__ __forceinline__ uint32_t slot_of(int stage, int portion) const {
-    return slot_ + (stage * kPortions + portion) * (kPortionSteps * kStepBytes);
-  }
+  __device__ __forceinline__ uint32_t slot_of(int stage) const { return slot_ + stage * (kPortionSteps * kStepBytes); }
 
-  // Calls f(i) for the portions that the thread decodes: the i-th of them.
-  template <class F>
-  __device__ __forceinline__ void for_portions(const F& f) const {
-    f(0);
-    if (kPortions > 1 && !decodes_one_portion_) f(1);
-  }
-
-  // Waits for the pieces of the k-block to decode next, and loads those of the first portion.
+  // Waits for the pieces of the k-block to decode next.
   __device__ __forceinline__ void wait_for_pieces() {
     wait_for_copies<kStages - 1>();
-    if constexpr (kLoadsEarly) load_pieces(slot_of(stage_, 0), first_pieces_);
+    if constexpr (kLoadsEarly) load_pieces(first_pieces_);
   }
 
-  static __device__ __forceinline__ void load_pieces(uint32_t slot, uint4 (&pieces)[kAhead]) {
+  __device__ __forceinline__ void load_pieces(uint4 (&pieces)[kAhead]) const {
 #pragma unroll
-    for (int i = 0; i < kAhead; ++i) pieces[i] = load_shared<uint4>(slot + i * kStepBytes);
+    for (int i = 0; i < kAhead; ++i) pieces[i] = load_shared<uint4>(slot_of(stage_) + i * kStepBytes);
   }
 
   // Decodes the thread's pieces of a k-block.
   template <bool kFast>
-  __device__ __forceinline__ void decode(uint32_t to) const {
-    for_portions([&](int portion) {
-      const uint32_t slot = slot_of(stage_, portion);
-      const uint32_t place = to + place_ + portion * kPanelBytes;
-      uint4 pieces[kAhead];
-      if (kLoadsEarly && portion == 0) {
+  __device__ __forceinline__ void decode(uint32_t to, const Tile& tile, int k_block) {
+    const uint32_t slot = slot_of(stage_);
+    const uint32_t place = to + place_;
+    uint4 pieces[kAhead];
+    if constexpr (kLoadsEarly) {
 #pragma unroll
-        for (int i = 0; i < kAhead; ++i) pieces[i] = first_pieces_[i];
-      } else {
-        load_pieces(slot, pieces);
-      }
+      for (int i = 0; i < kAhead; ++i) pieces[i] = first_pieces_[i];
+    } else {
+      load_pieces(pieces);
+    }
 #pragma unroll
-      for (int i = 0; i < kPortionSteps; ++i) {
-        const uint4 piece = pieces[i % kAhead];
-        if (i + kAhead < kPortionSteps) pieces[i % kAhead] = load_shared<uint4>(slot + (i + kAhead) * kStepBytes);
-        const int row = i / kPartSteps * kPartRows + i % kPartSteps * kWarpRows;
-        Format::template decode<kFast>(piece, scales_[portion * kScales + i / kScaleSteps],
-                                       [&](int j, const EightElements& eight) {
-                                         store_shared(advance_chunks(place, j) + row * kSwizzleBytes, eight);
-                                       });
-      }
-    });
+    for (int i = 0; i < kPortionSteps; ++i) {
+      const uint4 piece = pieces[i % kAhead];
+      if (i + kAhead < kPortionSteps) pieces[i % kAhead] = load_shared<uint4>(slot + (i + kAhead) * kStepBytes);
+      const int row = i / kPartSteps * kPartRows + i % kPartSteps * kWarpRows;
+      Format::template decode<kFast>(piece, scales_[i / kScaleSteps], [&](int j, const EightElements& eight) {
+        store_shared(advance_chunks(place, j) + row * kSwizzleBytes, eight);
+      });
+      if (kCopiesEarly) copy_piece(slot, i, tile, k_block + kStages);
+    }
+    if (kCopiesEarly) end_copy_group();
   }
 
-  // Copies the thread's pieces of a k-block, as one group; pieces out of bounds are zeros. The group is empty after the
-  // last k-block, so no copy is under way at the end of a tile: two copies to one slot have no order.
+  // Copies the thread's pieces of a k-block, as one group. The group is empty after the last k-block, so no copy is
+  // under way at the end of a tile: two copies to one slot have no order.
   __device__ __forceinline__ void copy_pieces(int stage, const Tile& tile, int k_block) {
-    if (k_block < tile.k_blocks) {
-      for_portions([&](int portion) {
-        const uint32_t slot = slot_of(stage, portion);
 #pragma unroll
-        for (int i = 0; i < kPortionSteps; ++i) {
-          copy_async_16(slot + i * kStepBytes, next_piece_, is_valid(portion, i, k_block));
-          next_piece_ += distance(from_.to_piece, portion, i + 1);
-        }
-      });
-    }
+    for (int i = 0; i < kPortionSteps; ++i) copy_piece(slot_of(stage), i, tile, k_block);
     end_copy_group();
+  }
+
+  // Pieces out of bounds are zeros.
+  __device__ __forceinline__ void copy_piece(uint32_t slot, int i, const Tile& tile, int k_block) {
+    if (k_block >= tile.k_blocks) return;
+    copy_async_16(slot + i * kStepBytes, next_piece_, is_valid(i, k_block));
+    next_piece_ += distance(from_.to_piece, i + 1);
   }
 
   // Scales out of bounds are zero, so that such elements are zero, too.
   __device__ __forceinline__ void load_scales(int k_block) {
     if (!has_scales(k_block)) return;
-    for_portions([&](int portion) {
 #pragma unroll
-      for (int i = 0; i < kScales; ++i) {
-        const bool valid = is_valid(portion, i * kScaleSteps, k_block);
-        loaded_scales_[portion * kScales + i] = Format::load_scale(valid, next_scale_, from_.scale_bytes);
-        next_scale_ += distance(from_.to_scale, portion, (i + 1) * kScaleSteps);
-      }
-    });
+    for (int i = 0; i < kScales; ++i) {
+      loaded_scales_[i] = Format::load_scale(is_valid(i * kScaleSteps, k_block), next_scale_, from_.scale_bytes);
+      next_scale_ += distance(from_.to_scale, (i + 1) * kScaleSteps);
+    }
   }
 
   // Waits for what load_scales() has loaded.
   __device__ __forceinline__ void take_scales(int k_block) {
     if (!has_scales(k_block)) return;
 #pragma unroll
-    for (int i = 0; i < kPortions * kScales; ++i) {
-      scales_[i] = Format::scale_of(loaded_scales_[i], from_.scale_bytes);
-    }
+    for (int i = 0; i < kScales; ++i) scales_[i] = Format::scale_of(loaded_scales_[i], from_.scale_bytes);
     if constexpr (!Format::kAlwaysFast) is_fast_ = Format::is_fast(scales_);
   }
 
   // Whether the scales differ from those of the k-block before.
   static __device__ __forceinline__ bool has_scales(int k_block) { return k_block * kBlockK % kScaleK == 0; }
 
-  // The distance from the step before `step` to `step`, or to the next portion or k-block.
-  __device__ __forceinline__ int64_t distance(const PackedDistances& to, int portion, int step) const {
-    if (step < kPortionSteps) return step % kPartSteps == 0 ? to.part : to.step;
-    if constexpr (kPortions == 1) return to.block;
-    return decodes_one_portion_ ? to.portion : portion == 0 ? to.part : to.block;
+  // The distance from the step before `step` to `step`, or to the next k-block.
+  static __device__ __forceinline__ int64_t distance(const PackedDistances& to, int step) {
+    return step == kPortionSteps ? to.block : step % kPartSteps == 0 ? to.part : to.step;
   }
 
-  __device__ __forceinline__ bool is_valid(int portion, int step, int k_block) const {
-    const int panel = kIsGated ? 0 : portion * kParts + step / kPartSteps;
+  __device__ __forceinline__ bool is_valid(int step, int k_block) const {
     const int row = step % kPartSteps * kWarpRows;
-    const int column = panel * kPanel + (kIsK ? row : 0);
+    const int column = step / kPartSteps * kPanel + (kIsK ? row : 0);
     return column < columns_left_ && k_block * kBlockK + (kIsK ? 0 : row) < k_left_;
   }
 
@@ -254,11 +235,10 @@ class PackedGather : PackedSteps<Format, kLayout, kColumns, kMajor, kPortions> {
   int32_t k_left_;          // from its first element on
   uint32_t slot_;           // its address in stage 0
   uint32_t place_;          // offset of its first element in a stage of the ring
-  bool decodes_one_portion_;
   int stage_ = 0;
-  uint4 first_pieces_[kAhead];                                      // of the k-block to decode, see kLoadsEarly
-  typename Format::Scale loaded_scales_[kPortions * kScales] = {};  // may not have arrived
-  uint32_t scales_[kPortions * kScales];                            // of the k-block to decode
+  uint4 first_pieces_[kAhead];                          // to decode next, see kLoadsEarly
+  typename Format::Scale loaded_scales_[kScales] = {};  // may not have arrived
+  uint32_t scales_[kScales];                            // of the k-block to decode
   bool is_fast_;
 };
 
@@ -285,17 +265,14 @@ PackedSource packed_source(const PackedMatrices& w, int64_t first_column, int64_
     const int64_t in_part = (steps - 1) * step;
     return PackedDistances{.step = bytes * step,
                            .part = bytes * (to_part - in_part),
-                           .block = bytes * (to_block - (kPortions * parts - 1) * to_part - in_part),
-                           .portion = bytes * (to_block - (parts - 1) * to_part - in_part)};
+                           .block = bytes * (to_block - (parts - 1) * to_part - in_part)};
   };
   constexpr int kScaleStep = Steps::kScaleSteps * Steps::kWarpRows;    // rows
   constexpr int kBlockScales = std::max(kBlockK / Steps::kScaleK, 1);  // along k
   if (kIsK) {
-    const int64_t part_columns = kLayout == GateUpLayout::gated ? columns : kPanel;
-    to.to_piece =
-        distances(16, Steps::kPartSteps, 1, Steps::kWarpRows * row_pieces, part_columns * row_pieces, Steps::kPieces);
-    to.to_scale = distances(to.scale_bytes, Steps::kScales, 1, kScaleStep / Format::kScaleRows * row_scales,
-                            part_columns / Format::kScaleRows * row_scales, kBlockScales);
+    to.to_piece = distances(16, Steps::kPartSteps, 1, Steps::kWarpRows * row_pieces, 0, Steps::kPieces);
+    to.to_scale =
+        distances(to.scale_bytes, Steps::kScales, 1, kScaleStep / Format::kScaleRows * row_scales, 0, kBlockScales);
   } else {
     to.to_piece = distances(16, Steps::kPartSteps, Steps::kParts, Steps::kWarpRows * row_pieces,
                             kPanel / Format::kElements, kBlockK * row_pieces);

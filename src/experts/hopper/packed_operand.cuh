@@ -17,8 +17,9 @@ struct PackedOperand : PackedSource {
   static constexpr bool kMayHaveLowRank = false;
   static constexpr bool kScaled = false;
 
-  template <int kColumns>
-  using Gather = PackedGather<Format, kLayout, kColumns, Shape::kPackedBytes, kMajor, Shape::kBlocks>;
+  template <int kColumns, bool kAlsoCopies>
+  using Gather = PackedGather<Format, kLayout, kColumns, Shape::kPackedBytes / Shape::kProducers, kMajor,
+                              Shape::kProducers, !kAlsoCopies>;
 
   __device__ void prefetch_maps() const {}
   // What the other block of the cluster decodes and copies to this one.

@@ -10,10 +10,12 @@ template <class Out_>
 struct RowsEpilogue : NoPrefetch {
   using Out = Out_;
   static constexpr bool kDefersStores = true;
+  static constexpr bool kWritesFromOneBuffer = true;
   template <class Shape>
   static constexpr bool kNeedsRegisters = Shape::kTilesInFlight == 1;
 
   CUtensorMap map;  // row window, boxes of a subtile
+  StoredRows stored;
   int32_t columns;
 
   __device__ void prefetch_maps() const { prefetch_map(map); }

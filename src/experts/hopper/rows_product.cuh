@@ -16,6 +16,7 @@ namespace anabranch::cuda::hopper {
 template <class Element>
 ab_status prepare_epilogue(const RowsProduct& p, RowsEpilogue<Element>* out) {
   out->columns = static_cast<int32_t>(p.N);
+  out->stored = {static_cast<char*>(p.y), p.N * dtype_size(p.dtype)};
   return make_row_window_map("y", p.y, p.dtype, p.N, kSubtileColumns<Element>, kSubtileRows, &out->map);
 }
 template <class Element>

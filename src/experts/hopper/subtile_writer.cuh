@@ -3,9 +3,12 @@
 // Each warp has its own shared-memory buffers for subtiles of its results: 16 rows of 128 bytes with the 128-byte
 // swizzle. It writes accumulators there, one subtile at a time, and a TMA store copies the subtile to device memory
 // while the warp continues. TMA skips elements outside the result or after the rows of the expert.
+//
+// With one buffer, the warp would wait for TMA to read each subtile, so its lanes copy the subtile themselves.
 #pragma once
 
 #include "core/cuda/access.cuh"
+#include "core/cuda/shared.cuh"
 #include "core/cuda/tma.cuh"
 #include "core/cuda/warp.cuh"
 #include "core/dtype.h"
@@ -33,10 +36,11 @@ struct EmptyPrefetch {};
 class SubtileWriter;
 struct NoPrefetch {
   // kNeedsRegisters: the epilogue needs so many registers that gathering producers get fewer. kNeedsPositionRegister:
-  // it leaves no register for the tile index.
+  // it leaves no register for the tile index. kWritesFromOneBuffer: its destinations have `stored`.
   template <class Shape>
   static constexpr bool kNeedsRegisters = false;
   static constexpr bool kNeedsPositionRegister = false;
+  static constexpr bool kWritesFromOneBuffer = false;
   static constexpr bool kDefersStores = false;
 
   template <class Shape>
@@ -47,7 +51,14 @@ struct NoPrefetch {
   __device__ void finish_prefetch(EmptyPrefetch) const {}
 };
 
-// Stores the results of one warp. Destination: element type `Out`, number of columns, and send() of a subtile.
+// A result with rows in whole 16-byte chunks, for a writer with one buffer.
+struct StoredRows {
+  char* data;
+  int64_t row_bytes;
+};
+
+// Stores the results of one warp. Destination: element type `Out`, number of columns, send() of a subtile, and `stored`
+// for a writer with one buffer.
 class SubtileWriter {
  public:
   // subtiles: kBuffers buffers of kSubtileBytes, 1024-byte aligned.
@@ -118,13 +129,7 @@ class SubtileWriter {
 
  private:
   __device__ uint32_t next_subtile() {
-    if (lane_index() == 0) {
-      if (buffers_ == 1) {
-        wait_for_stores_to_read<0>();
-      } else {
-        wait_for_stores_to_read<1>();
-      }
-    }
+    if (buffers_ == 2 && lane_index() == 0) wait_for_stores_to_read<1>();
     __syncwarp();
     const uint32_t subtile = subtiles_ + next_ * kSubtileBytes;
     next_ = (next_ + 1) % buffers_;
@@ -161,11 +166,34 @@ class SubtileWriter {
 
   template <class Destination>
   __device__ void send(const Destination& to, uint32_t subtile, const Tile& tile, int row, int column) {
+    if constexpr (requires { to.stored; }) {
+      if (buffers_ == 1) return copy(to, subtile, tile, row, column);
+    }
     fence_async_proxy();
     __syncwarp();
     if (lane_index() == 0) {
       to.send(subtile, tile, row, column);
       commit_stores();
+    }
+  }
+
+  // Copies a subtile to device memory: eight lanes per row, 16 bytes each.
+  template <class Destination>
+  __device__ __forceinline__ void copy(const Destination& to, uint32_t subtile, const Tile& tile, int row, int column) {
+    constexpr int kSize = sizeof(typename Destination::Out);
+    constexpr int kLanes = kSwizzleBytes / 16;  // per row
+    constexpr int kRowsAtOnce = kWarp / kLanes;
+    const int first = lane_index() / kLanes;
+    const int chunk = lane_index() % kLanes;
+    const int32_t first_row = tile.row + row + first;
+    const int32_t first_column = tile.column + column + chunk * (16 / kSize);
+    char* at = to.stored.data + first_row * to.stored.row_bytes + int64_t{first_column} * kSize;
+    const int32_t rows = first_column < to.columns ? tile.end_row - first_row : 0;
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kSubtileRows / kRowsAtOnce; ++i, at += kRowsAtOnce * to.stored.row_bytes) {
+      const auto words = load_shared<uint4>(subtile + swizzled(first + i * kRowsAtOnce, chunk));
+      if (i * kRowsAtOnce < rows) *reinterpret_cast<uint4*>(at) = words;
     }
   }
 

@@ -84,10 +84,12 @@ ab_status launch_up(const Operation& up, int multiprocessors, cudaStream_t strea
   };
   auto& out = product.epilogue;
   AB_RETURN_IF_ERROR(make_map("a", up.a.data, s.F, s.F, &out.a));
+  out.stored_a = {static_cast<char*>(up.a.data), s.F * 2};
   for (int64_t i = 0; i < out.kMapsOfH; ++i) {
     // Without h the map still needs a valid address.
     void* h = up.h.data == nullptr ? up.a.data : static_cast<char*>(up.h.data) + i * s.F * 2;
     AB_RETURN_IF_ERROR(make_map("h", h, kParts * s.F / out.kMapsOfH, kParts * s.F, &out.h[i]));
+    out.stored_h[i] = {static_cast<char*>(h), kParts * s.F * 2};
   }
   out.weights = RowWeights(up.map, up.weights);
   out.columns = static_cast<int32_t>(s.F);

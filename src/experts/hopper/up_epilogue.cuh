@@ -20,6 +20,8 @@ struct UpEpilogue : NoPrefetch {
 
   CUtensorMap h[kMapsOfH];  // row windows of [R, F] each, or of [R, 2 F], boxes of a subtile
   CUtensorMap a;
+  StoredRows stored_h[kMapsOfH];
+  StoredRows stored_a;
   RowWeights weights;  // null unless applied early
   int32_t columns;     // F
   Activation activation;
@@ -33,6 +35,7 @@ struct UpEpilogue : NoPrefetch {
 
   template <class Shape>
   static constexpr bool kNeedsRegisters = true;
+  static constexpr bool kWritesFromOneBuffer = true;
 
   template <class Shape>
   __device__ void write(SubtileWriter& writer, const Tile& tile, int row, int, const float (&acc)[Shape::kColumns / 2],
@@ -51,7 +54,7 @@ struct UpEpilogue : NoPrefetch {
           write_pairs(writer, tile, row, 2 * column + half * kSubtileColumns<Element>, acc, rows, all_real,
                       a_words + half * (Values::kCount / 4));
         }
-        writer.write_packed_subtile(Destination{a, columns}, tile, row, column, a_words);
+        writer.write_packed_subtile(Destination{a, stored_a, columns}, tile, row, column, a_words);
       } else if constexpr (Shape::kPackedBytes > 0) {
         write_by_eights(writer, tile, row, column, acc + column / 2, acc + (kWidth * (kParts - 1) + column) / 2, rows,
                         all_real);
@@ -66,18 +69,19 @@ struct UpEpilogue : NoPrefetch {
           write_cleared(writer, tile, row, column, parts, rows, a_subtile);
         }
         weight(a_subtile, rows);
-        writer.write_subtile(Destination{a, columns}, tile, row, column, a_subtile);
+        writer.write_subtile(Destination{a, stored_a, columns}, tile, row, column, a_subtile);
       }
     }
   }
 
   template <class Shape>
   __device__ void write_zeros(SubtileWriter& writer, const Tile& tile, int row) const {
-    writer.write_zeros<Shape::kColumns / kParts>(Destination{a, columns}, tile, row);
+    writer.write_zeros<Shape::kColumns / kParts>(Destination{a, stored_a, columns}, tile, row);
     if (!writes_h) return;
 #pragma unroll
-    for (const CUtensorMap& map : h) {
-      writer.write_zeros<Shape::kColumns / kMapsOfH>(Destination{map, kScaleOfH * columns}, tile_of_h(tile), row);
+    for (int i = 0; i < kMapsOfH; ++i) {
+      writer.write_zeros<Shape::kColumns / kMapsOfH>(Destination{h[i], stored_h[i], kScaleOfH * columns},
+                                                     tile_of_h(tile), row);
     }
   }
 
@@ -88,6 +92,7 @@ struct UpEpilogue : NoPrefetch {
   struct Destination {
     using Out = Element;
     const CUtensorMap& map;
+    const StoredRows& stored;
     int32_t columns;
     __device__ void send(uint32_t subtile, const Tile& tile, int row, int column) const {
       store_box(map, subtile, WindowCoordinates{tile.column + column, tile.row + row, tile.end_row});
@@ -114,7 +119,7 @@ struct UpEpilogue : NoPrefetch {
     if (writes_h) {
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
-        writer.write_subtile(Destination{h[part], columns}, tile, row, column, h_parts[part]);
+        writer.write_subtile(Destination{h[part], stored_h[part], columns}, tile, row, column, h_parts[part]);
       }
     }
     activate_columns(h_parts[0], h_parts[kParts - 1], result);
@@ -145,7 +150,7 @@ struct UpEpilogue : NoPrefetch {
       for (int part = 0; part < kParts; ++part) {
         Values values(part == 0 ? gate_acc : up_acc);
         if (!all_real) values.clear_padding(rows);
-        writer.write_subtile(Destination{h[part], columns}, tile, row, column, values.values);
+        writer.write_subtile(Destination{h[part], stored_h[part], columns}, tile, row, column, values.values);
       }
     }
     uint32_t words[Values::kCount / 2];
@@ -165,7 +170,7 @@ struct UpEpilogue : NoPrefetch {
 #pragma unroll
       for (int i = 0; i < kEight; i += 2) words[(first + i) / 2] = pack<Element>(result[i], result[i + 1]);
     }
-    writer.write_packed_subtile(Destination{a, columns}, tile, row, column, words);
+    writer.write_packed_subtile(Destination{a, stored_a, columns}, tile, row, column, words);
   }
 
   // Like write_h(), for one subtile of interleaved columns, which `column` counts: every pair of accumulators is a
@@ -178,7 +183,9 @@ struct UpEpilogue : NoPrefetch {
     const int32_t left = 2 * columns - h_tile.column - column;
     Values pairs(acc + column / 2);
     if (!all_real) pairs.clear_padding(rows);
-    if (writes_h && left > 0) writer.write_subtile(Destination{h[0], 2 * columns}, h_tile, row, column, pairs.values);
+    if (writes_h && left > 0) {
+      writer.write_subtile(Destination{h[0], stored_h[0], 2 * columns}, h_tile, row, column, pairs.values);
+    }
     // Rows i / 4 and i / 4 + 8 alternate; each has one value per 8 interleaved columns.
     float gate[kCount];
     float up[kCount];

@@ -6,7 +6,7 @@ from typing import Any
 
 from anabranch.bench import ArgumentError
 from anabranch.checks import INDEX_LIMIT
-from benchmarks.shapes import NAMED, LayerShape
+from benchmarks.shapes import NAMED, ROUTINGS, LayerShape
 
 Flags = dict[str, dict[str, Any]]
 
@@ -65,6 +65,12 @@ def shapes(default: str) -> Flags:
 def choices(name: str, known: Sequence[str], what: str) -> Flags:
     """Returns an option that can be repeated."""
     return {name: {"choices": known, "action": "append", "help": what}}
+
+
+def routing() -> Flags:
+    """Returns --routing."""
+    what = "nearly equal loads, or loads proportional to 1 / (1 + e); default: uniform"
+    return choices("--routing", ROUTINGS, what)
 
 
 def by(known: Sequence[str], default: str = "all installed ones") -> Flags:

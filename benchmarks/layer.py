@@ -10,7 +10,7 @@ from anabranch import _library
 from anabranch.bench import ArgumentError, BenchError
 from benchmarks import beside, ceilings, flags, timing
 from benchmarks.processes import Case, rows_of_cases
-from benchmarks.shapes import CPU_SHAPES, ITEMSIZES, SHAPES
+from benchmarks.shapes import CPU_SHAPES, ITEMSIZES, ROUTINGS, SHAPES
 from benchmarks.tables import SCALES, UNITS, experts_path, rates, selected, unit_of
 from benchmarks.timing import Timing
 
@@ -37,12 +37,9 @@ VARIANTS, SONICMOE = ("jax-transposed", "jax-biases"), "sonicmoe"
 IN_TORCH = ("c", "torch", "torch-loop", SONICMOE)
 #: Implementations whose experts are ours.
 OURS = ("jax", "c", "ragged-dot", *VARIANTS)
-ROUTINGS = ("uniform", "zipf")
 OPTIONS = {
     **flags.shapes("three on the CPU, twelve on a GPU"),
-    **flags.choices(
-        "--routing", ROUTINGS, "nearly equal loads, or loads proportional to 1 / (1 + e); default: uniform"
-    ),
+    **flags.routing(),
     **flags.by((*BY, *VARIANTS, SONICMOE), "; ".join(f"{device}: {', '.join(by)}" for device, by in _DEFAULT.items())),
 }
 #: If a forward pass on the CPU takes longer than this many seconds, both passes together are skipped.

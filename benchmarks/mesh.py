@@ -8,19 +8,20 @@ from typing import Any
 from anabranch.bench import ArgumentError, BenchError
 from benchmarks import flags, timing
 from benchmarks.processes import Case, as_bench_errors, rows_of_cases
-from benchmarks.shapes import NAMED, LayerShape
+from benchmarks.shapes import NAMED, ROUTINGS, LayerShape
 from benchmarks.tables import experts_path, rates, selected, unit_of
 
-CAPTION = """the layer on all devices, which are the ranks of one expert axis; T tokens per rank, random gate. FLOP/s
-per rank count 6 T K D F for forward and 12 T K D F for backward (time of both passes minus forward). jax: ours through
-JAX; fp8: jax with precision="fp8"; fp8-exchange: fp8, and tokens are sent in FP8; moe: ours through torch, one process
-per device, in eager mode (eager) or as a CUDA graph of many calls (graph). capacity: the capacity_factor, -: buffers
-for the worst case; path: our kernels that the experts ran on; dropped: dropped assignments of all ranks; / one: the
-rate, divided by that of one device with all experts and T tokens, in the same mode. collectives: T
-K rows of width D per rank, exchanged in equal parts (all_to_all, ragged_all_to_all), and those of the ring transport
-(all_gather of T rows, all_to_all_sums of T rows of partial sums); xla: jax.lax under jit, torch: NCCL's all_to_all, one
-process per GPU. GB/s: bytes that a rank sends to others. Medians of 20 batches with the queue full. On the CPU, JAX
-needs XLA_FLAGS=--xla_force_host_platform_device_count=N, and torch uses 2 processes with Gloo"""
+CAPTION = """the layer on all devices, which are the ranks of one expert axis; T tokens per rank. FLOP/s
+per rank count 6 T K D F for forward and 12 T K D F for backward (time of both passes minus forward). routing: uniform
+(random gate) or zipf (K distinct experts with shares 1 / (1 + e), so that rank 0 gets most assignments). jax: ours
+through JAX; fp8: jax with precision="fp8"; fp8-exchange: fp8, and tokens are sent in FP8; moe: ours through torch, one
+process per device, in eager mode (eager) or as a CUDA graph of many calls (graph). capacity: the capacity_factor, -:
+buffers for the worst case; path: our kernels that the experts ran on; dropped: dropped assignments of all ranks; / one:
+the rate, divided by that of one device with all experts and T tokens, in the same mode. collectives: T K rows of width
+D per rank, exchanged in equal parts (all_to_all, ragged_all_to_all), and those of the ring transport (all_gather of T
+rows, all_to_all_sums of T rows of partial sums); xla: jax.lax under jit, torch: NCCL's all_to_all, one process per GPU.
+GB/s: bytes that a rank sends to others. Medians of 20 batches with the queue full. On the CPU, JAX needs
+XLA_FLAGS=--xla_force_host_platform_device_count=N, and torch uses 2 processes with Gloo"""
 
 DTYPES = {"cpu": ("float32",), "cuda": ("bfloat16",)}
 #: Implementations of the layer, and of the collectives alone.
@@ -42,6 +43,7 @@ SHAPES = {
 OPTIONS = {
     **flags.shapes("qwen3-30b and mixtral with T = 8192 on a GPU, a small one on the CPU; T is per rank"),
     **flags.by(BY),
+    **flags.routing(),
     **flags.choices("--transport", TRANSPORTS, "default: all that the implementation supports"),
 }
 
@@ -58,9 +60,10 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")  # the transport p2p of JAX with several GPUs in a process
     transports = list(dict.fromkeys(options.transport or TRANSPORTS))
     cases = [
-        Case("mesh", device, shape, DTYPES[device][0], by, transport=transport)
+        Case("mesh", device, shape, DTYPES[device][0], by, routing=routing, transport=transport)
         for shape in flags.sized(options.shape or SHAPES[device], options.tokens, options.quick)
         for by in dict.fromkeys(options.by or BY)
+        for routing in dict.fromkeys((by in OURS and options.routing) or ROUTINGS[:1])
         for transport in (transports if by in OURS else transports[:1])
         if by not in OURS or transport in _supported(by, device)
     ]
@@ -95,7 +98,7 @@ def _measure(case: Case, repeats: int) -> Iterator[dict[str, Any]]:
             found = mesh_jax.measure_collectives(shape, dtype, repeats)
         for name, (timed, sent) in found.items():
             yield {
-                **case._replace(transport=None).head(),
+                **case._replace(routing=None, transport=None).head(),
                 "collective": name,
                 "sent MiB": sent / 2**20,
                 "ms": 1e3 * timed.seconds,
@@ -139,21 +142,22 @@ def _ranks(by: str, device: str) -> int:
 
 def _layer(case: Case, capacity: float | None, repeats: int) -> Mapping[str, tuple[timing.Timing, timing.Timing, int]]:
     """Returns, per mode, the times of forward and of both, and the number of dropped assignments."""
-    _, device, shape, dtype, by, _, transport = case
+    _, device, shape, dtype, by, routing, transport = case
     if by == "moe":
         from benchmarks import mesh_torch
 
-        return mesh_torch.measure_layer(shape, dtype, device, transport, capacity, repeats)
+        return mesh_torch.measure_layer(shape, dtype, device, routing, transport, capacity, repeats)
     from benchmarks import mesh_jax
 
-    return {"jit": mesh_jax.measure_layer(shape, dtype, by, transport, capacity, repeats)}
+    return {"jit": mesh_jax.measure_layer(shape, dtype, by, routing, transport, capacity, repeats)}
 
 
 def tables(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Returns a table of the layer and a table of the collectives."""
     layers = [row for row in rows if "collective" not in row and row["by"] in OURS]
     others = [row for row in rows if row not in layers]
-    names = ["T,D,F,E,K", "by", "mode", "ranks", "transport", "capacity", "path", "forward ms", "backward ms"]
+    names = ["T,D,F,E,K", "routing", "by", "mode", "ranks", "transport", "capacity", "path"]
+    names += ["forward ms", "backward ms"]
     names += [f"{name} {unit_of(layers)}" for name in ("forward", "backward")]
     names += [f"{name} / one" for name in ("forward", "backward")]
     of_others = ["T,D,F,E,K", "by", "dtype", "collective", "sent MiB", "ms", "GB/s"]

@@ -23,14 +23,17 @@ def ranks() -> Mesh:
     return jax.make_mesh((jax.device_count(),), (AXIS,), axis_types=(AxisType.Auto,))
 
 
-def operands(mesh: Mesh, parallel: Parallel, shape: LayerShape, dtype: str, seed: int = 0) -> Operands:
+def operands(
+    mesh: Mesh, parallel: Parallel, shape: LayerShape, dtype: str, routing: str | None = None, seed: int = 0
+) -> Operands:
     """Returns `layer_jax.operands` with shape.T tokens per rank, sharded as `parallel` requires."""
     specs = parallel.specs()
     placed = {name: NamedSharding(mesh, specs[name]) for name in ("x", "gate", "w_in", "w_out")}
     placed["d_out"] = placed["x"]
-    shardings = Operands(**cast(Any, placed), experts=None)
+    experts = placed["x"] if routing == "zipf" else None
+    shardings = Operands(**cast(Any, placed | {"experts": experts}))
     whole = shape._replace(T=shape.T * mesh.size)
-    make = functools.partial(layer_jax.operands, whole, dtype, "uniform")
+    make = functools.partial(layer_jax.operands, whole, dtype, routing)
     made: Operands = jax.jit(make, static_argnums=0, out_shardings=shardings)(seed)
     return made
 
@@ -41,17 +44,24 @@ def layer(parallel: Parallel, precision: str = "highest") -> layer_jax.Layer:
 
 
 def measure_layer(
-    shape: LayerShape, dtype: str, by: str, transport: str | None, capacity_factor: float | None, repeats: int
+    shape: LayerShape,
+    dtype: str,
+    by: str,
+    routing: str | None,
+    transport: str | None,
+    capacity_factor: float | None,
+    repeats: int,
 ) -> tuple[Timing, Timing, int]:
     """Times forward and both passes of the layer with shape.T tokens per rank, and counts dropped assignments.
 
     Args:
       by: "jax"; "fp8": with precision="fp8"; "fp8-exchange": also sends tokens in FP8.
+      routing: see layer_jax.operands.
       transport: None: the layer on one device, with all experts.
     """
     precision = "highest" if by == "jax" else "fp8"
     if transport is None:
-        given = jax.jit(lambda seed: layer_jax.operands(shape, dtype, "uniform", seed))(0)
+        given = jax.jit(lambda seed: layer_jax.operands(shape, dtype, routing, seed))(0)
         run = layer_jax.Layer(functools.partial(layer_jax.ours, precision=precision))
         forward, both = (_seconds(one, given, repeats) for one in layer_jax.passes(run, shape.K).values())
         return forward, both, 0
@@ -60,14 +70,15 @@ def measure_layer(
         expert_axis=AXIS, transport=transport, capacity_factor=capacity_factor, fp8_exchange=by == "fp8-exchange"
     )
     with jax.set_mesh(mesh):
-        given = operands(mesh, parallel, shape, dtype)
+        given = operands(mesh, parallel, shape, dtype, routing)
         run = layer(parallel, precision)
 
-        def dropped(x: Any, gate: Any, w_in: Any, w_out: Any) -> jax.Array:
-            return moe(x, gate, w_in, w_out, topk=shape.K, precision=precision, parallel=parallel).dropped
+        def dropped(*arrays: Any) -> jax.Array:
+            options: dict[str, Any] = {"precision": precision, "parallel": parallel}
+            return moe(*arrays[:4], topk=shape.K, forced_experts=arrays[4], **options).dropped
 
         forward, both = (_seconds(one, given, repeats) for one in layer_jax.passes(run, shape.K).values())
-        return forward, both, int(jax.jit(dropped)(*given[:4]))
+        return forward, both, int(jax.jit(dropped)(*given[:4], given.experts))
 
 
 def collectives(mesh: Mesh, shape: LayerShape, dtype: str) -> Mapping[str, tuple[Callable[..., Any], Any, int]]:

@@ -28,14 +28,20 @@ def ranks_on(device: str) -> int:
 
 
 def measure_layer(
-    shape: LayerShape, dtype: str, device: str, transport: str | None, capacity_factor: float | None, repeats: int
+    shape: LayerShape,
+    dtype: str,
+    device: str,
+    routing: str | None,
+    transport: str | None,
+    capacity_factor: float | None,
+    repeats: int,
 ) -> dict[str, tuple[Timing, Timing, int]]:
     """Returns, per mode, times of moe(group=) with shape.T tokens per rank (forward, both) and dropped assignments.
 
     transport None: the layer of each rank alone, without a group, with all experts. Eager calls keep the queue full if
     the host is faster than the device. A graph contains a batch of calls, with NCCL.
     """
-    found = in_ranks(device, _layer, (shape, dtype, transport, capacity_factor, repeats))
+    found = in_ranks(device, _layer, (shape, dtype, routing, transport, capacity_factor, repeats))
     times = {}
     for mode in MODES[device]:
         forward, both = (timing.summary(samples) for samples in found[mode])
@@ -115,7 +121,13 @@ def _all_to_all(device: str, count: int, dtype: str, repeats: int) -> list[float
 
 
 def _layer(
-    device: str, shape: LayerShape, dtype: str, transport: str | None, capacity_factor: float | None, repeats: int
+    device: str,
+    shape: LayerShape,
+    dtype: str,
+    routing: str | None,
+    transport: str | None,
+    capacity_factor: float | None,
+    repeats: int,
 ) -> dict[str, Any]:
     """Returns, per mode, seconds per call of forward and both, and the number of dropped assignments."""
     import torch
@@ -128,18 +140,19 @@ def _layer(
     if transport is None:
         rank, ranks = 0, 1
     mine = slice(rank * shape.E // ranks, (rank + 1) * shape.E // ranks)
-    # Every rank draws the same gate and experts. Tokens differ between ranks.
+    # Every rank draws the same gate and weights. Tokens and their experts differ between ranks.
     whole = operands(shape._replace(T=1), dtype, "uniform", device)
-    tokens = operands(shape._replace(E=shape.K, F=1), dtype, "uniform", device, seed=1 + distributed.get_rank())
+    tokens = operands(shape._replace(F=1), dtype, routing, device, seed=1 + distributed.get_rank())
     gate, w_in, w_out = (leaf.detach() for leaf in whole.leaves[1:])
     x, d_out = tokens.leaves[0].detach().requires_grad_(), tokens.d_out
     weights = [w.requires_grad_() for w in (gate, w_in[mine].clone(), w_out[mine].clone())]
+    experts = tokens.experts
     del whole, tokens, w_in, w_out
 
     def layer(x: Any) -> Any:
         options: dict[str, Any] = dict(transport=transport, capacity_factor=capacity_factor)
         options = {} if transport is None else options | {"group": distributed.group.WORLD}
-        return moe(x, *weights, topk=shape.K, **options)
+        return moe(x, *weights, topk=shape.K, forced_experts=experts, **options)
 
     passes = Layer(lambda x: layer(x).output, (x, *weights), d_out)
     calls: list[Callable[[], Any]] = [passes.forward, passes.both]

@@ -100,6 +100,10 @@ NAMED = {
 }
 
 
+#: How experts are chosen: "uniform": by a random gate; "zipf": by draw_experts(zipf=True).
+ROUTINGS = ("uniform", "zipf")
+
+
 @functools.lru_cache(maxsize=64)
 def draw_experts(T: int, E: int, K: int, seed: int = 0, *, zipf: bool = False) -> np.ndarray:
     """Draws K distinct experts per token without replacement: int32 [T, K].

@@ -165,8 +165,8 @@ class ClampedRowGather {
 
  private:
   static constexpr int kPanels = kRows / kPanel;
-  static constexpr int kEach = 4;                                        // rows of a lane and panel
-  static constexpr int kLookUps = kPanels * kEach / kRowChunks;          // per lane
+  static constexpr int kEach = 4;                                // rows of a lane and panel
+  static constexpr int kLookUps = kPanels * kEach / kRowChunks;  // per lane
   static constexpr int kPlaces = kShuffles ? kLookUps : kPanels * kEach;
 
   // A thread's n-th row in the tile.
@@ -181,9 +181,9 @@ class ClampedRowGather {
   }
 
   const GatherSource& from_;
-  int32_t left_;      // chunks of a row from the lane's on
-  int32_t panels_;    // with rows
-  uint32_t first_;    // offset of the first row's chunk from the stage
+  int32_t left_;    // chunks of a row from the lane's on
+  int32_t panels_;  // with rows
+  uint32_t first_;  // offset of the first row's chunk from the stage
   uint32_t places_[kPlaces];
 };
 

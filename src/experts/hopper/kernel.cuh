@@ -116,8 +116,8 @@ class GroupedProduct {
   //   one for FP8                   56
   //   one that gathers              56, or 40 if the epilogue needs the registers
   //   others                        40
-  static constexpr bool kLargeProducer = Shape::kProducers == 2 || OperandA::kScaled ||
-                                         (kFirstCopies && !P::Epilogue::template kNeedsRegisters<Shape>);
+  static constexpr bool kLargeProducer =
+      Shape::kProducers == 2 || OperandA::kScaled || (kFirstCopies && !P::Epilogue::template kNeedsRegisters<Shape>);
   static constexpr int kProducerRegisters = Shape::kProducers == 1 && OperandB::kPacked ? 72 : kLargeProducer ? 56 : 40;
   static constexpr int kSecondProducerRegisters = 96 - kProducerRegisters;  // 4 * 128 - 2 * 208 for both
   static constexpr int kRegisters = 65536 / Shape::kThreads / 8 * 8 * (Shape::kProducers + Shape::kConsumers);
@@ -126,7 +126,7 @@ class GroupedProduct {
 
   __device__ void schedule_tiles() {
     typename P::Scheduler scheduler(p_.tiles);
-    int32_t k_blocks = 0;  // of the tiles so far
+    int32_t k_blocks = 0;                             // of the tiles so far
     constexpr bool kInRegister = !OperandB::kPacked;  // a warp that decodes has none left
     volatile int32_t& k_blocks_in_memory = shared_.k_blocks;
     if (!kInRegister && lane_index() == 0) k_blocks_in_memory = 0;

@@ -77,14 +77,14 @@ enum class Loads { both, a, b };
 
 // Whether the threads of a producer warpgroup copy to the ring.
 template <Loads kLoads, class OperandA, class OperandB>
-constexpr bool kCopies = (kLoads != Loads::b && OperandA::kGathered) ||
-                         (kLoads != Loads::a && OperandB::kGathered && !OperandB::kPacked);
+constexpr bool kCopies =
+    (kLoads != Loads::b && OperandA::kGathered) || (kLoads != Loads::a && OperandB::kGathered && !OperandB::kPacked);
 
 // Arrivals of a producer warpgroup for a k-block, without the leading warp's: of its threads, after their copies, or of
 // its warps. With packed weights the warps of both warpgroups arrive for each k-block, also if they have decoded none:
 // a warp that skipped k-blocks could mistake a phase of `empty` for a later one.
 template <Loads kLoads, class OperandA, class OperandB>
-constexpr int kArrivals = kCopies<kLoads, OperandA, OperandB> ? kWarpgroup : OperandB::kPacked ? 4 : 0;
+constexpr int kArrivals = kCopies<kLoads, OperandA, OperandB> ? kWarpgroup : (OperandB::kPacked ? 4 : 0);
 
 // Loads the k-blocks of a tile into the ring. Called by the leading warp, or by all warps of a producer warpgroup that
 // gathers or decodes.

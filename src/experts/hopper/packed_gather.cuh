@@ -88,8 +88,8 @@ class PackedGather : PackedSteps<Format, kLayout, kColumns, kMajor, kPortions> {
   static constexpr int kStepBytes = kWarpgroup * 16;  // in shared memory
   static constexpr int kStages = kMemoryBytes / (kPortionSteps * kStepBytes);
   static constexpr int kAhead = kLoadsEarly ? kPortionSteps : 1;
-  // Whether each piece is replaced by a later one as soon as it is decoded; else all after the arrival, which needs fewer
-  // registers.
+  // Whether each piece is replaced by a later one as soon as it is decoded; else all after the arrival, which needs
+  // fewer registers.
   static constexpr bool kCopiesEarly = kPortions > 1;
 
  public:

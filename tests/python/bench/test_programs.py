@@ -177,7 +177,7 @@ def test_results_are_compared_bit_by_bit():
 
 def test_torchs_ranks_on_the_cpu():
     shape = LayerShape(8, 16, 16, 4, 2)
-    (eager,) = mesh_torch.measure_layer(shape, "float32", "cpu", "all_to_all", 0.5, 2).values()
+    (eager,) = mesh_torch.measure_layer(shape, "float32", "cpu", "zipf", "all_to_all", 0.5, 2).values()
     assert eager[0].seconds > 0 and eager[2] > 0
 
 
@@ -219,7 +219,7 @@ def test_help_has_the_operations_own_options_alone(operation, capsys):
         "host": {"--shape", "--tokens"},
         "lora": {"--shape", "--tokens", "--rank", "--shared"},
         "train_jax": {"--shape", "--tokens", "--by", "--layers", "--seq", "--remat", "--mesh"},
-        "mesh": {"--shape", "--tokens", "--by", "--transport"},
+        "mesh": {"--shape", "--tokens", "--routing", "--by", "--transport"},
         "train_transformers": {"--shape", "--tokens", "--by", "--transport"},
         "profile": {"--shape", "--tokens", "--by", "--out"},
         "generate": {"--by", "--batch", "--prompt", "--new"},

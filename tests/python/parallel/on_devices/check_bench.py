@@ -14,12 +14,12 @@ SHAPE = LayerShape(T=24, D=16, F=8, E=16, K=2)
 NAMES = ("output", "d_x", "d_gate", "d_w_in", "d_w_out")
 
 
-@pytest.mark.parametrize("transport", ["ring", "all_to_all", "ragged"])
-def test_the_layer_on_all_ranks_is_the_layer(transport):
+@pytest.mark.parametrize("transport, routing", [("ring", "uniform"), ("all_to_all", "uniform"), ("ragged", "zipf")])
+def test_the_layer_on_all_ranks_is_the_layer(transport, routing):
     mesh = mesh_jax.ranks()
     parallel = Parallel(expert_axis=mesh_jax.AXIS, transport=transport)
     with jax.set_mesh(mesh):
-        given = mesh_jax.operands(mesh, parallel, SHAPE, "float32")
+        given = mesh_jax.operands(mesh, parallel, SHAPE, "float32", routing)
         assert given.x.shape == (SHAPE.T * mesh.size, SHAPE.D)
         assert given.w_in.addressable_shards[0].data.shape[0] == SHAPE.E // mesh.size
         got = jax.jit(layer_jax.passes(mesh_jax.layer(parallel), SHAPE.K)["both"])(*given)
@@ -30,9 +30,9 @@ def test_the_layer_on_all_ranks_is_the_layer(transport):
 
 
 def test_times_and_drops():
-    forward, both, dropped = mesh_jax.measure_layer(SHAPE, "float32", "jax", "ring", None, 2)
+    forward, both, dropped = mesh_jax.measure_layer(SHAPE, "float32", "jax", "uniform", "ring", None, 2)
     assert 0 < forward.seconds and 0 < both.seconds and dropped == 0
-    assert mesh_jax.measure_layer(SHAPE, "float32", "jax", "ring", 0.5, 2)[2] > 0
+    assert mesh_jax.measure_layer(SHAPE, "float32", "jax", "zipf", "ring", 0.5, 2)[2] > 0
 
 
 def test_the_program_runs(capsys):
@@ -52,7 +52,7 @@ def test_what_is_timed_with_fp8(by, monkeypatch):
     for module in (mesh_jax, layer_jax):
         monkeypatch.setattr(module, "moe", moe)
     wide = SHAPE._replace(D=128, F=128)
-    assert 0 < mesh_jax.measure_layer(wide, "float32", by, "ring", None, 2)[1].seconds
+    assert 0 < mesh_jax.measure_layer(wide, "float32", by, "uniform", "ring", None, 2)[1].seconds
     assert set(given) == {("fp8", by == "fp8-exchange")}
 
 

@@ -92,7 +92,7 @@ class GroupedProduct {
     const int warpgroup = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
     if (Shape::kProducers > 1 && warpgroup == 1) {
       give_up_registers<kSecondProducerRegisters>();
-      load_tiles([&](const Tile& tile) { load<Loads::b>(tile, false); });
+      load_tiles([&](const Tile& tile) { load_k_blocks<Loads::b>(shared_.ring, p_.a, p_.b, tile, false); });
     } else if (warpgroup == 0) {
       give_up_registers<kProducerRegisters>();
       if (warp_index() == 1) {
@@ -157,18 +157,12 @@ class GroupedProduct {
     }
   }
 
-  // is_leader: this warp issues the TMA loads.
-  template <Loads kLoads>
-  __device__ void load(const Tile& tile, bool is_leader) {
-    load_k_blocks<kLoads>(shared_.ring, p_.a, p_.b, tile, is_leader);
-  }
-
-  // Loads a tile as a warp of the first producer warpgroup.
+  // Loads a tile as a warp of the first producer warpgroup. is_leader: this warp issues the TMA loads.
   __device__ void load_first(const Tile& tile, bool is_leader) {
     if constexpr (Shape::kProducers > 1) {
-      if (tile.multicasts_b != 0) return load<Loads::a>(tile, is_leader);
+      if (tile.multicasts_b != 0) return load_k_blocks<Loads::a>(shared_.ring, p_.a, p_.b, tile, is_leader);
     }
-    load<Loads::both>(tile, is_leader);
+    load_k_blocks<Loads::both>(shared_.ring, p_.a, p_.b, tile, is_leader);
   }
 
   __device__ void consume(int warpgroup) {

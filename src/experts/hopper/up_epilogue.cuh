@@ -56,7 +56,7 @@ struct UpEpilogue : NoPrefetch {
         }
         writer.write_packed_subtile(Destination{a, stored_a, columns}, tile, row, column, a_words);
       } else if constexpr (Shape::kPackedBytes > 0) {
-        write_by_eights(writer, tile, row, column, acc + column / 2, acc + (kWidth * (kParts - 1) + column) / 2, rows,
+        write_by_sixteens(writer, tile, row, column, acc + column / 2, acc + (kWidth * (kParts - 1) + column) / 2, rows,
                         all_real);
       } else {
         const float* parts[kParts];
@@ -140,11 +140,10 @@ struct UpEpilogue : NoPrefetch {
     }
   }
 
-  // Writes a subtile of h, if it is requested, and of `a`. Eight accumulators at a time take fewer registers.
-  __device__ __forceinline__ void write_by_eights(SubtileWriter& writer, const Tile& tile, int row, int column,
-                                                  const float* gate_acc, const float* up_acc, const RowPair& rows,
-                                                  bool all_real) const {
-    constexpr int kEight = 8;
+  // Writes a subtile of h, if it is requested, and of `a`. Sixteen accumulators at a time take fewer registers.
+  __device__ __forceinline__ void write_by_sixteens(SubtileWriter& writer, const Tile& tile, int row, int column,
+                                                    const float* gate_acc, const float* up_acc, const RowPair& rows,
+                                                    bool all_real) const {
     if (writes_h) {
 #pragma unroll
       for (int part = 0; part < kParts; ++part) {
@@ -153,22 +152,27 @@ struct UpEpilogue : NoPrefetch {
         writer.write_subtile(Destination{h[part], stored_h[part], columns}, tile, row, column, values.values);
       }
     }
+    constexpr int kCount = 16;
     uint32_t words[Values::kCount / 2];
+    with_common_formula(activation, [&]<Formula kFormula>() {
 #pragma unroll
-    for (int first = 0; first < Values::kCount; first += kEight) {
-      float gate[kEight];
-      float up[kEight];
-      copy_accumulators(gate, gate_acc + first);
-      copy_accumulators(up, up_acc + first);
+      for (int first = 0; first < Values::kCount; first += kCount) {
+        float gate[kCount];
+        float up[kCount];
+        copy_accumulators(gate, gate_acc + first);
+        copy_accumulators(up, up_acc + first);
+        float result[kCount];
+        activate_with<kFormula>(gate, up, result);
+        weight(result, rows);
 #pragma unroll
-      for (int i = 0; i < kEight; ++i) {
-        if (!rows.real[i / 2 % 2]) gate[i] = up[i] = 0.0f;
+        for (int i = 0; i < kCount; i += 2) words[(first + i) / 2] = pack<Element>(result[i], result[i + 1]);
       }
-      float result[kEight];
-      activate_columns(gate, up, result);
-      weight(result, rows);
+    });
+    if (!all_real) {
 #pragma unroll
-      for (int i = 0; i < kEight; i += 2) words[(first + i) / 2] = pack<Element>(result[i], result[i + 1]);
+      for (int i = 0; i < Values::kCount / 2; ++i) {
+        if (!rows.real[i % 2]) words[i] = 0;
+      }
     }
     writer.write_packed_subtile(Destination{a, stored_a, columns}, tile, row, column, words);
   }
@@ -212,17 +216,17 @@ struct UpEpilogue : NoPrefetch {
   // Computes `a` from kCount gate and up values.
   template <int kCount>
   __device__ __forceinline__ void activate_columns(const float* gate, const float* up, float (&result)[kCount]) const {
-    with_common_formula(activation, [&]<Formula kFormula>() {
-      if constexpr (kFormula == Formula::any) {
+    with_common_formula(activation, [&]<Formula kFormula>() { activate_with<kFormula>(gate, up, result); });
+  }
+  template <Formula kFormula, int kCount>
+  __device__ __forceinline__ void activate_with(const float* gate, const float* up, float (&result)[kCount]) const {
+    if constexpr (kFormula == Formula::any) {
 #pragma unroll
-        for (int i = 0; i < kCount; i += 2 * kPairs) activate_eight(gate + i, up + i, result + i);
-      } else {
+      for (int i = 0; i < kCount; i += 2 * kPairs) activate_eight(gate + i, up + i, result + i);
+    } else {
 #pragma unroll
-        for (int i = 0; i < kCount; ++i) {
-          result[i] = activate<kFormula>(activation, gate[i], kParts == 2 ? up[i] : 1.0f);
-        }
-      }
-    });
+      for (int i = 0; i < kCount; ++i) result[i] = activate<kFormula>(activation, gate[i], kParts == 2 ? up[i] : 1.0f);
+    }
   }
 
   __device__ __forceinline__ void activate_eight(const float* gate, const float* up, float* result) const {

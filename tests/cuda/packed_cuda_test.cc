@@ -297,6 +297,7 @@ TEST_F(PackedFewValuesCuda, ManyRowsUnpackEveryCodeAndScale) {
 // tiles and of k-blocks, uneven and cold experts.
 TEST_F(PackedCuda, LargerThanTiles) {
   const std::vector<int32_t> sizes = {300, 0, 129, 1, 64, 205};
+  const std::vector<int32_t> few = {0, 5, 129, 1, 0, 64, 0, 16};  // so few that Hopper's tiles have 64 rows
   for (const bool fp8 : {false, true}) {
     const Kinds kinds = fp8 ? kFp8 : Kinds{};
     for (const int layout : {kPfd, kFpd}) {
@@ -314,6 +315,12 @@ TEST_F(PackedCuda, LargerThanTiles) {
           l.q = 40;
           l.shared = 5;
         }
+        check(l, kinds);
+        if (HasFatalFailure()) return;
+        if (weighting == Weighting::late) continue;
+        l.c.sizes = few;
+        l.c.R = 220;
+        l.c.T = 80;
         check(l, kinds);
         if (HasFatalFailure()) return;
       }

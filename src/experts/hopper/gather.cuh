@@ -1,6 +1,7 @@
 // Gathered operands: the producer warpgroup copies their rows, 16 bytes per thread and copy (cp.async).
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "core/cuda/divisor.h"
@@ -165,8 +166,8 @@ class ClampedRowGather {
 
  private:
   static constexpr int kPanels = kRows / kPanel;
-  static constexpr int kEach = 4;                                // rows of a lane and panel
-  static constexpr int kLookUps = kPanels * kEach / kRowChunks;  // per lane
+  static constexpr int kEach = 4;                                             // rows of a lane and panel
+  static constexpr int kLookUps = std::max(kPanels * kEach / kRowChunks, 1);  // per lane
   static constexpr int kPlaces = kShuffles ? kLookUps : kPanels * kEach;
 
   // A thread's n-th row in the tile.

@@ -1,5 +1,6 @@
 // Grouped GEMM for Hopper. One persistent CTA per SM: 1 producer warpgroup, or 2 if the second one decodes packed
-// weights, and 2 consumer warpgroups.
+// weights, and 2 consumer warpgroups. With packed weights and few rows there are two CTAs per SM, with 1 consumer
+// warpgroup each.
 //
 //   producer   warp 0       issues TMA loads
 //              warp 1       runs the tile scheduler, fills the tile queue
@@ -64,7 +65,7 @@ class GroupedProduct {
   using OperandA = typename P::OperandA;
   using OperandB = typename P::OperandB;
   static_assert(Shape::kProducers == 1 || OperandB::kPacked, "the second producer warpgroup decodes");
-  static_assert(Shape::kProducers == Shape::kBlocks || !OperandB::kPacked, "see Loads");
+  static_assert(Shape::kProducers >= Shape::kBlocks || !OperandB::kPacked, "see Loads");
   static_assert(Shape::kSubtileBuffers == 2 || P::Epilogue::kWritesFromOneBuffer, "see SubtileWriter");
   static constexpr bool kFirstCopies = kCopies<Loads::both, OperandA, OperandB>;
   static constexpr int kFirstArrivals = kArrivals<Loads::both, OperandA, OperandB>;
@@ -119,10 +120,12 @@ class GroupedProduct {
   static constexpr bool kLargeProducer =
       Shape::kProducers == 2 || OperandA::kScaled || (kFirstCopies && !P::Epilogue::template kNeedsRegisters<Shape>);
   static constexpr int kProducerRegisters = Shape::kProducers == 1 && OperandB::kPacked ? 72 : kLargeProducer ? 56 : 40;
-  static constexpr int kSecondProducerRegisters = 96 - kProducerRegisters;  // 4 * 128 - 2 * 208 for both
-  static constexpr int kRegisters = 65536 / Shape::kThreads / 8 * 8 * (Shape::kProducers + Shape::kConsumers);
+  static constexpr int kSecondProducerRegisters = 40;
+  static constexpr int kRegisters =
+      65536 / Shape::kCtasPerSm / Shape::kThreads / 8 * 8 * (Shape::kProducers + Shape::kConsumers);
   static constexpr int kConsumerRegisters =
-      (kRegisters - kProducerRegisters - (Shape::kProducers == 2 ? kSecondProducerRegisters : 0)) / 16 * 8;
+      (kRegisters - kProducerRegisters - (Shape::kProducers == 2 ? kSecondProducerRegisters : 0)) / Shape::kConsumers /
+      8 * 8;
 
   __device__ void schedule_tiles() {
     typename P::Scheduler scheduler(p_.tiles);
@@ -159,7 +162,7 @@ class GroupedProduct {
 
   // Loads a tile as a warp of the first producer warpgroup. is_leader: this warp issues the TMA loads.
   __device__ void load_first(const Tile& tile, bool is_leader) {
-    if constexpr (Shape::kProducers > 1) {
+    if constexpr (Shape::kProducers > 1 && Shape::kBlocks > 1) {
       if (tile.multicasts_b != 0) return load_k_blocks<Loads::a>(shared_.ring, p_.a, p_.b, tile, is_leader);
     }
     load_k_blocks<Loads::both>(shared_.ring, p_.a, p_.b, tile, is_leader);
@@ -273,7 +276,8 @@ class GroupedProduct {
 };
 
 template <class P>
-__global__ void __launch_bounds__(P::Shape::kThreads, 1) grouped_gemm_wgmma(const __grid_constant__ P product) {
+__global__ void __launch_bounds__(P::Shape::kThreads, P::Shape::kCtasPerSm)
+    grouped_gemm_wgmma(const __grid_constant__ P product) {
   extern __shared__ __align__(1024) char memory[];
   GroupedProduct<P>(product, *reinterpret_cast<SharedMemory<typename P::Shape>*>(memory)).run();
 }

@@ -192,24 +192,34 @@ __device__ __forceinline__ void multiply_k_blocks(OperandRing<Shape>& ring, cons
                                                   float (&acc)[Shape::kWarpgroupPanels][Shape::kColumns / 2],
                                                   const During& during_products,
                                                   const DuringLast& during_last_products) {
-  using Multiply = Wgmma<Shape::kColumns, OperandA::kMajor, OperandB::kMajor, Element>;
+  constexpr int kMmaColumns = Shape::kMmaColumns;
+  using Multiply = Wgmma<kMmaColumns, OperandA::kMajor, OperandB::kMajor, Element>;
   auto at = OperandRing<Shape>::Position::nth(tile.first_k_block);
   auto before = at;
   const Descriptor first_a = make_descriptor(shared_address(ring.a[0])) + member * Shape::kWarpgroupPanels * kNextPanel;
   const Descriptor first_b = make_descriptor(shared_address(ring.b[0]));
 #pragma unroll
   for (int panel = 0; panel < kUsed; ++panel) begin_accumulators(acc[panel]);
+  // Calls begin(accumulators, a, b) for each MMA of 16 k. a, b: descriptors, given those of the first one.
+  const auto for_mmas = [&](Descriptor a, Descriptor b, const auto& begin) {
+#pragma unroll
+    for (int panel = 0; panel < kUsed; ++panel) {
+#pragma unroll
+      for (int column = 0; column < Shape::kColumns; column += kMmaColumns) {
+        begin(reinterpret_cast<float (&)[kMmaColumns / 2]>(acc[panel][column / 2]), a + panel * kNextPanel,
+              b + column / kPanel * kNextPanel);
+      }
+    }
+  };
   int block = 0;
   if constexpr (OperandB::kMayHaveBias) {
     // MMAs are predicated, not branched around: with a branch the compiler would wait for every single wgmma.
     block = operand_b.bias_blocks;
     if (block > 0) ring.full[at.stage].wait(at.phase);
     fence_accumulators();
-#pragma unroll
-    for (int panel = 0; panel < kUsed; ++panel) {
-      WgmmaOfOnes<Shape::kColumns, Element>::begin_if(block, acc[panel],
-                                                      first_b + at.stage * (Shape::kBytesB / kPanelBytes) * kNextPanel);
-    }
+    for_mmas(
+        0, first_b + at.stage * (Shape::kBytesB / kPanelBytes) * kNextPanel,
+        [&](auto& sums, Descriptor, Descriptor b) { WgmmaOfOnes<kMmaColumns, Element>::begin_if(block, sums, b); });
     commit_products();
     if (block > 0) at.advance();
   }
@@ -224,11 +234,8 @@ __device__ __forceinline__ void multiply_k_blocks(OperandRing<Shape>& ring, cons
     fence_accumulators();
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
-#pragma unroll
-      for (int panel = 0; panel < kUsed; ++panel) {
-        Multiply::begin(acc[panel], a + panel * kNextPanel + k * kNextK<OperandA::kMajor>,
-                        b + k * kNextK<OperandB::kMajor>, k == 0 ? block : 1);
-      }
+      for_mmas(a + k * kNextK<OperandA::kMajor>, b + k * kNextK<OperandB::kMajor>,
+               [&](auto& sums, Descriptor a, Descriptor b) { Multiply::begin(sums, a, b, k == 0 ? block : 1); });
     }
     commit_products();
     // The previous k-block is done: its stage can be filled again.
@@ -247,11 +254,8 @@ __device__ __forceinline__ void multiply_k_blocks(OperandRing<Shape>& ring, cons
     fence_accumulators();
 #pragma unroll
     for (int k = 0; k + 1 < kSteps; ++k) {
-#pragma unroll
-      for (int panel = 0; panel < kUsed; ++panel) {
-        Multiply::begin_if(k < steps, acc[panel], a + panel * kNextPanel + k * kNextK<OperandA::kMajor>,
-                           b + k * kNextK<OperandB::kMajor>);
-      }
+      for_mmas(a + k * kNextK<OperandA::kMajor>, b + k * kNextK<OperandB::kMajor>,
+               [&](auto& sums, Descriptor a, Descriptor b) { Multiply::begin_if(k < steps, sums, a, b); });
     }
     commit_products();
   }

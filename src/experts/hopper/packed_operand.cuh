@@ -1,12 +1,16 @@
 // Packed weights as operand B of a GEMM over rows: decoded by a producer warpgroup.
 #pragma once
 
+#include <cstdint>
 #include <type_traits>
 
 #include "experts/hopper/operands.cuh"
 #include "experts/hopper/packed_gather.cuh"
 
 namespace anabranch::cuda::hopper {
+
+// Whether PackedTile64x128 is faster than PackedTile256x128 (measured). There are at most 2 E + 1 rows of tiles.
+inline bool has_few_rows(int64_t R, int64_t E) { return R <= PackedTile64x128::kRows * E; }
 
 template <class Shape, class Format, GateUpLayout kLayout, Major kMajor_>
 struct PackedOperand : PackedSource {

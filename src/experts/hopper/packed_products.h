@@ -1,4 +1,4 @@
-// Expert GEMMs with packed weights on Hopper tensor cores, like products.h for plain weights; one tile shape. They have
+// Expert GEMMs with packed weights on Hopper tensor cores, like products.h for plain weights. They have
 // the bits of the GEMMs with unpacked weights.
 #pragma once
 

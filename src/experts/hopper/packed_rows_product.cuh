@@ -6,19 +6,28 @@
 
 namespace anabranch::cuda::hopper {
 
-template <class Format, Major kMajor>
+template <class Shape, class Format, Major kMajor>
 ab_status launch_packed_rows_product(const PackedRowsProduct& p, int multiprocessors, cudaStream_t stream) {
-  using Shape = PackedTile256x128;
   using Element = BFloat16;
   using Epilogue = RowsEpilogue<Element>;
   using Weights = PackedOperand<Shape, Format, GateUpLayout::ungated, kMajor>;
   RowsProductOf<Shape, Element, RowOperand, kMajor, Epilogue, Weights> product;
   AB_RETURN_IF_ERROR(prepare_rows<Shape::kRows>("x", {const_cast<void*>(p.x), p.dtype}, p.map, p.D, &product.a));
   static_cast<PackedSource&>(product.b) =
-      packed_source<Format, GateUpLayout::ungated, Shape::kColumns, kMajor, Shape::kBlocks>(p.packed, p.first_column,
-                                                                                            p.N);
+      packed_source<Format, GateUpLayout::ungated, Shape::kColumns, kMajor, Shape::kProducers>(p.packed, p.first_column,
+                                                                                               p.N);
   AB_RETURN_IF_ERROR((prepare_rows_product<Shape, Element, RowOperand, kMajor, Epilogue, Weights>(p, &product)));
   return launch_product("packed grouped GEMM", product, max_tiles(p, product), multiprocessors, stream);
+}
+
+template <class Format, Major kMajor>
+ab_status launch_packed_rows_product(const PackedRowsProduct& p, int multiprocessors, cudaStream_t stream) {
+  if constexpr (kMajor == Major::k) {
+    if (has_few_rows(p.R, p.E)) {
+      return launch_packed_rows_product<PackedTile64x128, Format, kMajor>(p, multiprocessors, stream);
+    }
+  }
+  return launch_packed_rows_product<PackedTile256x128, Format, kMajor>(p, multiprocessors, stream);
 }
 
 }  // namespace anabranch::cuda::hopper

@@ -13,19 +13,22 @@ static_assert(kBlockK == kPanel, "a k-block is one panel deep");
 // tiles with few k-blocks don't leave the tensor cores idle.
 enum class Schedule { cooperative, ping_pong };
 
-// kBlocks: CTAs per cluster, whose tiles may share operand B.
-template <int kRows_, int kColumns_, int kStages_, Schedule kSchedule, int kBlocks_ = 1, int kProducers_ = 1>
+// kBlocks: CTAs per cluster, whose tiles may share operand B. kProducers, kConsumers: warpgroups.
+template <int kRows_, int kColumns_, int kStages_, Schedule kSchedule, int kBlocks_ = 1, int kProducers_ = 1,
+          int kConsumers_ = 2>
 struct TileShape {
   static constexpr int kRows = kRows_;
   static constexpr int kColumns = kColumns_;
   static constexpr int kStages = kStages_;  // k-blocks of operands in shared memory
   static constexpr int kTilesInFlight = kSchedule == Schedule::ping_pong ? 2 : 1;
   static constexpr int kBlocks = kBlocks_;
-  static constexpr int kPackedBytes = 0;     // of packed operands in shared memory
-  static constexpr int kSubtileBuffers = 2;  // of each consumer warp, see SubtileWriter
+  static constexpr int kCtasPerSm = 1;
+  static constexpr int kMmaColumns = kColumns;  // of one MMA
+  static constexpr int kPackedBytes = 0;        // of packed operands in shared memory
+  static constexpr int kSubtileBuffers = 2;     // of each consumer warp, see SubtileWriter
 
-  static constexpr int kProducers = kProducers_;                       // warpgroups
-  static constexpr int kConsumers = 2;                                 // warpgroups
+  static constexpr int kProducers = kProducers_;
+  static constexpr int kConsumers = kConsumers_;
   static constexpr int kTileWarpgroups = kConsumers / kTilesInFlight;  // per tile
   static constexpr int kTileWarps = kTileWarpgroups * 4;
   static constexpr int kWarpgroupRows = kRows / kTileWarpgroups;
@@ -45,6 +48,14 @@ using Tile128x128 = TileShape<128, 128, 6, Schedule::ping_pong>;
 using Tile128x64 = TileShape<128, 64, 8, Schedule::ping_pong>;
 struct PackedTile256x128 : TileShape<256, 128, 4, Schedule::cooperative, 2, 2> {
   static constexpr int kPackedBytes = 16 << 10;
+  static constexpr int kSubtileBuffers = 1;
+};
+// For few rows. Decoding limits these GEMMs, so there are two CTAs per SM, with twice as many decoding warps. A CTA's
+// threads start with 80 registers, which do not suffice for an MMA of more columns.
+struct PackedTile64x128 : TileShape<64, 128, 3, Schedule::cooperative, 1, 2, 1> {
+  static constexpr int kCtasPerSm = 2;
+  static constexpr int kMmaColumns = 64;
+  static constexpr int kPackedBytes = 24 << 10;
   static constexpr int kSubtileBuffers = 1;
 };
 struct PackedTile128x256 : TileShape<128, 256, 3, Schedule::cooperative> {

@@ -57,7 +57,7 @@ struct UpEpilogue : NoPrefetch {
         writer.write_packed_subtile(Destination{a, stored_a, columns}, tile, row, column, a_words);
       } else if constexpr (Shape::kPackedBytes > 0) {
         write_by_sixteens(writer, tile, row, column, acc + column / 2, acc + (kWidth * (kParts - 1) + column) / 2, rows,
-                        all_real);
+                          all_real);
       } else {
         const float* parts[kParts];
 #pragma unroll

@@ -167,7 +167,7 @@ class ClampedRowGather {
  private:
   static constexpr int kPanels = kRows / kPanel;
   static constexpr int kEach = 4;                                             // rows of a lane and panel
-  static constexpr int kLookUps = std::max(kPanels * kEach / kRowChunks, 1);  // per lane
+  static constexpr int kLookUps = std::max(kPanels * kEach / kRowChunks, 1);  // per lane; not all used if one panel
   static constexpr int kPlaces = kShuffles ? kLookUps : kPanels * kEach;
 
   // A thread's n-th row in the tile.

@@ -120,7 +120,7 @@ class GroupedProduct {
   static constexpr bool kLargeProducer =
       Shape::kProducers == 2 || OperandA::kScaled || (kFirstCopies && !P::Epilogue::template kNeedsRegisters<Shape>);
   static constexpr int kProducerRegisters = Shape::kProducers == 1 && OperandB::kPacked ? 72 : kLargeProducer ? 56 : 40;
-  static constexpr int kSecondProducerRegisters = 40;
+  static constexpr int kSecondProducerRegisters = 40;  // if there is one
   static constexpr int kRegisters =
       65536 / Shape::kCtasPerSm / Shape::kThreads / 8 * 8 * (Shape::kProducers + Shape::kConsumers);
   static constexpr int kConsumerRegisters =

@@ -16,7 +16,7 @@ namespace anabranch::cuda::hopper {
 
 static_assert(kMaxCount <= kMaxWindowRows, "row windows must cover all row indices of the kernels");
 
-constexpr int64_t kTileRows = 128;                // minimum over the tile shapes
+constexpr int64_t kTileRows = 128;                // minimum over the tile shapes of plain weights
 constexpr int64_t kMinTileColumns = 128;          // minimum over the tile shapes for many columns
 constexpr int64_t kMinThinTileColumns = 64;       // of the tile shape for few columns
 constexpr int64_t kFp8TileColumns = 256;          // of the one shape for FP8

@@ -200,7 +200,8 @@ __device__ __forceinline__ void multiply_k_blocks(OperandRing<Shape>& ring, cons
   const Descriptor first_b = make_descriptor(shared_address(ring.b[0]));
 #pragma unroll
   for (int panel = 0; panel < kUsed; ++panel) begin_accumulators(acc[panel]);
-  // Calls begin(accumulators, a, b) for each MMA of 16 k. a, b: descriptors, given those of the first one.
+  // Calls begin(accumulators, a, b) for the MMAs of 16 k that cover all panels and columns. a, b: descriptors of the
+  // first panels.
   const auto for_mmas = [&](Descriptor a, Descriptor b, const auto& begin) {
 #pragma unroll
     for (int panel = 0; panel < kUsed; ++panel) {
@@ -234,8 +235,9 @@ __device__ __forceinline__ void multiply_k_blocks(OperandRing<Shape>& ring, cons
     fence_accumulators();
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
-      for_mmas(a + k * kNextK<OperandA::kMajor>, b + k * kNextK<OperandB::kMajor>,
-               [&](auto& sums, Descriptor a, Descriptor b) { Multiply::begin(sums, a, b, k == 0 ? block : 1); });
+      for_mmas(
+          a + k * kNextK<OperandA::kMajor>, b + k * kNextK<OperandB::kMajor>,
+          [&](auto& sums, Descriptor of_a, Descriptor of_b) { Multiply::begin(sums, of_a, of_b, k == 0 ? block : 1); });
     }
     commit_products();
     // The previous k-block is done: its stage can be filled again.
@@ -255,7 +257,7 @@ __device__ __forceinline__ void multiply_k_blocks(OperandRing<Shape>& ring, cons
 #pragma unroll
     for (int k = 0; k + 1 < kSteps; ++k) {
       for_mmas(a + k * kNextK<OperandA::kMajor>, b + k * kNextK<OperandB::kMajor>,
-               [&](auto& sums, Descriptor a, Descriptor b) { Multiply::begin_if(k < steps, sums, a, b); });
+               [&](auto& sums, Descriptor of_a, Descriptor of_b) { Multiply::begin_if(k < steps, sums, of_a, of_b); });
     }
     commit_products();
   }

@@ -9,7 +9,8 @@
 
 namespace anabranch::cuda::hopper {
 
-// Whether PackedTile64x128 is faster than PackedTile256x128 (measured). There are at most 2 E + 1 rows of tiles.
+// Whether PackedTile64x128 is faster than PackedTile256x128 for R rows of E experts (measured, see
+// docs/notes/packed_hopper.md). int32 counts the tiles: packed weights have fewer than 2^30 columns in all experts.
 inline bool has_few_rows(int64_t R, int64_t E) { return R <= PackedTile64x128::kRows * E; }
 
 template <class Shape, class Format, GateUpLayout kLayout, Major kMajor_>

@@ -1,5 +1,5 @@
-// Expert GEMMs with packed weights on Hopper tensor cores, like products.h for plain weights. They have
-// the bits of the GEMMs with unpacked weights.
+// Expert GEMMs with packed weights on Hopper tensor cores, like products.h for plain weights. They have the bits of the
+// GEMMs with unpacked weights.
 #pragma once
 
 #include <cuda_runtime.h>

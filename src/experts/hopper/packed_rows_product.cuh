@@ -22,7 +22,7 @@ ab_status launch_packed_rows_product(const PackedRowsProduct& p, int multiproces
 
 template <class Format, Major kMajor>
 ab_status launch_packed_rows_product(const PackedRowsProduct& p, int multiprocessors, cudaStream_t stream) {
-  if constexpr (kMajor == Major::k) {
+  if constexpr (kMajor == Major::k) {  // the backward pass has large tiles only
     if (has_few_rows(p.R, p.E)) {
       return launch_packed_rows_product<PackedTile64x128, Format, kMajor>(p, multiprocessors, stream);
     }

@@ -50,8 +50,8 @@ struct PackedTile256x128 : TileShape<256, 128, 4, Schedule::cooperative, 2, 2> {
   static constexpr int kPackedBytes = 16 << 10;
   static constexpr int kSubtileBuffers = 1;
 };
-// For few rows. Decoding limits these GEMMs, so there are two CTAs per SM, with twice as many decoding warps. A CTA's
-// threads start with 80 registers, which do not suffice for an MMA of more columns.
+// For few rows, whose MMAs take less time than decoding: two CTAs per SM have twice as many decoding warps. Their
+// threads start with 80 registers, too few for an MMA of more columns.
 struct PackedTile64x128 : TileShape<64, 128, 3, Schedule::cooperative, 1, 2, 1> {
   static constexpr int kCtasPerSm = 2;
   static constexpr int kMmaColumns = 64;

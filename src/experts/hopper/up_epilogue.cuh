@@ -140,7 +140,8 @@ struct UpEpilogue : NoPrefetch {
     }
   }
 
-  // Writes a subtile of h, if it is requested, and of `a`. Sixteen accumulators at a time take fewer registers.
+  // Writes a subtile of h, if it is requested, and of `a`. Sixteen accumulators at a time take fewer registers. Padding
+  // rows are cleared after the activation, which saves instructions: they may hold NaN until then.
   __device__ __forceinline__ void write_by_sixteens(SubtileWriter& writer, const Tile& tile, int row, int column,
                                                     const float* gate_acc, const float* up_acc, const RowPair& rows,
                                                     bool all_real) const {

@@ -144,14 +144,14 @@ class DeviceWorkspace {
 // Copies the tensors named by `members` of args to the device, runs the operation with a workspace of the requested
 // size, and copies the tensors back. The call runs on a new thread that has not used CUDA yet, as calls of an autograd
 // engine do.
-template <class Args, class... Members>
+template <class Workspace = DeviceWorkspace, class Args, class... Members>
 void run_on_copies(ab_status (*workspace_size)(const Args*, const ab_exec*, size_t*),
                    ab_status (*operation)(const Args*, const ab_exec*), Args args, Members... members) {
   Mirrors mirrors;
   ((args.*members = mirrors.add(args.*members)), ...);
   size_t bytes = 0;
   EXPECT_OK(workspace_size(&args, nullptr, &bytes));
-  DeviceWorkspace workspace(bytes);
+  Workspace workspace(bytes);
   std::thread([&] { EXPECT_OK(operation(&args, &workspace.exec())); }).join();
   mirrors.fetch();
   workspace.check();

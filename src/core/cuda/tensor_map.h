@@ -21,6 +21,8 @@ ab_status make_row_window_map(const char* name, const void* data, int32_t dtype,
                               int box_rows, CUtensorMap* map, int64_t stride = 0);
 
 // Boxes of a row-major [matrices, rows, columns]. Each box is within one matrix; elements outside it read as zeros.
+// `data` must be the address of mapped memory, even if the first matrices are never read: for a box that lies wholly
+// outside a matrix, TMA accesses this address (seen on an H200).
 // `matrix_rows`: rows from one matrix to the next; 0: `rows`.
 ab_status make_matrices_map(const char* name, const void* data, int32_t dtype, int64_t matrices, int64_t rows,
                             int64_t columns, int box_columns, int box_rows, CUtensorMap* map, int64_t stride = 0,

@@ -62,7 +62,7 @@ class MaybePacked {
     for (int64_t first = 0; first < E_; first += step) {
       const ExpertRange range{first, std::min(first + step, E_)};
       AB_RETURN_IF_ERROR(unpack(matrices_, range, group_sizes, scratch, dtype_, device, stream));
-      // The address of the matrix of expert 0, which may not exist; kernels read those of the range.
+      // The address of the matrix of expert 0, which may not exist. GEMMs access those of the range.
       const int64_t bytes = first * matrices_.N * matrices_.C * dtype_size(dtype_);
       AB_RETURN_IF_ERROR(run(range, static_cast<char*>(scratch) - bytes));
     }

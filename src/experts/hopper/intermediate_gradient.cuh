@@ -16,14 +16,15 @@ template <Major kMajor>
 using IntermediateGradientWeights =
     std::conditional_t<kMajor == Major::k, ShuffledWeightOperand, WeightOperand<Major::mn>>;
 
-inline ab_status prepare_intermediate_gradient_weights(const IntermediateGradient& g, ShuffledWeightOperand* weights) {
+template <class Weights>
+ab_status prepare_intermediate_gradient_weights(const IntermediateGradient& g, Weights* weights) {
   const FfnSizes& s = g.s;
-  return make_shuffled_matrices_map("w_out", g.w_out.data, g.w_out.dtype, s.E, s.F, s.D, kPanel, &weights->map);
-}
-inline ab_status prepare_intermediate_gradient_weights(const IntermediateGradient& g,
-                                                       WeightOperand<Major::mn>* weights) {
-  const FfnSizes& s = g.s;
-  return make_matrices_map("w_out", g.w_out.data, g.w_out.dtype, s.E, s.D, s.F, kPanel, kPanel, &weights->map);
+  const int64_t E = g.range.count(s.E);
+  const char* data = static_cast<const char*>(g.w_out.data) + g.range.first * s.D * s.F * 2;
+  weights->first_expert = static_cast<int32_t>(g.range.first);
+  return std::is_same_v<Weights, ShuffledWeightOperand>
+             ? make_shuffled_matrices_map("w_out", data, g.w_out.dtype, E, s.F, s.D, kPanel, &weights->map)
+             : make_matrices_map("w_out", data, g.w_out.dtype, E, s.D, s.F, kPanel, kPanel, &weights->map);
 }
 
 // Sets all fields but the quantiser.
@@ -56,6 +57,7 @@ ab_status launch_intermediate_gradient(const Operation& g, int multiprocessors, 
     AB_RETURN_IF_ERROR(
         prepare_low_rank<Shape::kRows>(g.low_rank, g.d_y.dtype, s.E, &product.b, [&](int64_t E, Weights* factor) {
           IntermediateGradient factors = g;
+          factors.range = {};
           factors.w_out = {const_cast<void*>(g.low_rank.b), g.d_y.dtype};
           factors.s.E = E;
           factors.s.D = g.low_rank.rank;

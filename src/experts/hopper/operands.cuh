@@ -73,13 +73,20 @@ struct RowOperand : LoadedByTma {
   __device__ static bool has_few_rows(const Tile& tile) { return tile.end_row - tile.row <= kFewRows; }
 };
 
-// Operand B of a GEMM over rows: the weights of one expert, with kScale columns per column of the tile.
+// Operands B of GEMMs over rows: the weights of one expert.
+struct MatrixOfExpert : LoadedByTma {
+  int32_t first_expert = 0;  // of the map's first matrix
+
+  __device__ int matrix_of(const Tile& tile) const { return tile.expert - first_expert; }
+};
+
+// kScale columns of the matrix per column of the tile.
 template <Major kMajor_, int kScale = 1>
 struct WeightOperand;
 
 // Weights as stored, [E, D, N].
 template <int kScale>
-struct WeightOperand<Major::mn, kScale> : LoadedByTma {
+struct WeightOperand<Major::mn, kScale> : MatrixOfExpert {
   static constexpr Major kMajor = Major::mn;
   CUtensorMap map;  // matrices, boxes [64][64]
 
@@ -91,7 +98,7 @@ struct WeightOperand<Major::mn, kScale> : LoadedByTma {
 #pragma unroll 1  // the producer has few registers
     for (int panel = multicast.first; panel < kColumns / kPanel; panel += multicast.count) {
       load_box(map, to + panel * kPanelBytes, barrier,
-               MatrixCoordinates{kScale * tile.column + panel * kPanel, tile.k + k_block * kBlockK, tile.expert},
+               MatrixCoordinates{kScale * tile.column + panel * kPanel, tile.k + k_block * kBlockK, matrix_of(tile)},
                multicast);
     }
   }
@@ -99,7 +106,7 @@ struct WeightOperand<Major::mn, kScale> : LoadedByTma {
 
 // Transposed weights, [E, N, D].
 template <int kScale>
-struct WeightOperand<Major::k, kScale> : LoadedByTma {
+struct WeightOperand<Major::k, kScale> : MatrixOfExpert {
   static constexpr Major kMajor = Major::k;
   CUtensorMap map;  // matrices, boxes [kColumns / kBlocks][64]
 
@@ -112,7 +119,7 @@ struct WeightOperand<Major::k, kScale> : LoadedByTma {
 #pragma unroll 1  // the producer has few registers
     for (int box = multicast.first; box < kBlocks; box += multicast.count) {
       load_box(map, to + box * kBoxColumns * kSwizzleBytes, barrier,
-               MatrixCoordinates{tile.k + k_block * kBlockK, kScale * tile.column + box * kBoxColumns, tile.expert},
+               MatrixCoordinates{tile.k + k_block * kBlockK, kScale * tile.column + box * kBoxColumns, matrix_of(tile)},
                multicast);
     }
   }
@@ -124,7 +131,7 @@ struct GatedWeightOperand;
 
 // Weights as stored, [E, D, 2, F].
 template <>
-struct GatedWeightOperand<Major::mn> : LoadedByTma {
+struct GatedWeightOperand<Major::mn> : MatrixOfExpert {
   static constexpr Major kMajor = Major::mn;
   CUtensorMap gate;  // matrices, boxes [64][64]
   CUtensorMap up;
@@ -142,7 +149,7 @@ struct GatedWeightOperand<Major::mn> : LoadedByTma {
     for (int panel = multicast.first; panel < 2 * kPanels; panel += multicast.count) {
       const int half_panel = panel % kPanels;
       load_box(panel < kPanels ? gate : up, to + panel * kPanelBytes, barrier,
-               MatrixCoordinates{tile.column + half_panel * kPanel, tile.k + k_block * kBlockK, tile.expert},
+               MatrixCoordinates{tile.column + half_panel * kPanel, tile.k + k_block * kBlockK, matrix_of(tile)},
                multicast);
     }
   }
@@ -150,7 +157,7 @@ struct GatedWeightOperand<Major::mn> : LoadedByTma {
 
 // Transposed weights, [E, 2, F, D].
 template <>
-struct GatedWeightOperand<Major::k> : LoadedByTma {
+struct GatedWeightOperand<Major::k> : MatrixOfExpert {
   static constexpr Major kMajor = Major::k;
   CUtensorMap gate;  // matrices, boxes [kColumns / 2][64]
   CUtensorMap up;
@@ -166,7 +173,7 @@ struct GatedWeightOperand<Major::k> : LoadedByTma {
 #pragma unroll 1  // the producer has few registers
     for (int part = multicast.first; part < 2; part += multicast.count) {
       load_box(part == 0 ? gate : up, to + part * (kColumns / 2) * kSwizzleBytes, barrier,
-               MatrixCoordinates{tile.k + k_block * kBlockK, tile.column, tile.expert}, multicast);
+               MatrixCoordinates{tile.k + k_block * kBlockK, tile.column, matrix_of(tile)}, multicast);
     }
   }
 };
@@ -240,7 +247,7 @@ __device__ __forceinline__ int blocks_of(const OperandB& b, const Tile& tile) {
 }
 
 // Transposed weights, [E, N, D], with shuffled columns within every 32 (make_shuffled_matrices_map).
-struct ShuffledWeightOperand : LoadedByTma {
+struct ShuffledWeightOperand : MatrixOfExpert {
   static constexpr Major kMajor = Major::k;
   CUtensorMap map;  // boxes [32][64]
 
@@ -252,7 +259,8 @@ struct ShuffledWeightOperand : LoadedByTma {
 #pragma unroll 1  // the producer has few registers
     for (int column = multicast.first * 32; column < kColumns; column += multicast.count * 32) {
       load_shuffled_box(map, to + column * kSwizzleBytes, barrier,
-                        MatrixCoordinates{tile.k + k_block * kBlockK, tile.column + column, tile.expert}, multicast);
+                        MatrixCoordinates{tile.k + k_block * kBlockK, tile.column + column, matrix_of(tile)},
+                        multicast);
     }
   }
 };

@@ -75,8 +75,10 @@ template <class Shape, class Element, Major kMajorB, class Epilogue>
 ab_status launch_rows_product(const RowsProduct& p, int multiprocessors, cudaStream_t stream) {
   RowsProductOf<Shape, Element, RowOperand, kMajorB, Epilogue> product;
   AB_RETURN_IF_ERROR(prepare_rows<Shape::kRows>("x", {const_cast<void*>(p.x), p.dtype}, p.map, p.D, &product.a));
-  AB_RETURN_IF_ERROR(
-      (prepare_weights<Shape, kMajorB>(p, p.w, p.E, p.D, static_cast<WeightOperand<kMajorB>*>(&product.b))));
+  const char* w = static_cast<const char*>(p.w) + p.range.first * p.D * p.stored_columns() * 2;
+  product.b.first_expert = static_cast<int32_t>(p.range.first);
+  AB_RETURN_IF_ERROR((prepare_weights<Shape, kMajorB>(p, w, p.range.count(p.E), p.D,
+                                                      static_cast<WeightOperand<kMajorB>*>(&product.b))));
   AB_RETURN_IF_ERROR(
       (prepare_rows_product<Shape, Element, RowOperand, kMajorB, Epilogue, WeightOperand<kMajorB>>(p, &product)));
   return launch_product("grouped GEMM", product, max_tiles(p, product), multiprocessors, stream);

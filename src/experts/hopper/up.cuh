@@ -16,27 +16,31 @@ template <GateUpLayout kLayout, Major kMajor>
 using UpWeights = std::conditional_t<kLayout == GateUpLayout::gated, GatedWeightOperand<kMajor>,
                                      WeightOperand<kMajor, parts_of(kLayout)>>;
 
-// Makes the tensor map of the matrices of one part, or of all P F columns, from `column` on. Boxes have 64 columns for
-// weights as stored, and box_columns rows for transposed weights.
+// Makes the tensor map of one part of the range's matrices, or of all P F columns, from `column` on. Boxes have 64
+// columns for weights as stored, and box_columns rows for transposed weights.
 template <Major kMajor, class Shape>
 ab_status make_up_map(const Up& up, int64_t column, int64_t columns, int box_columns, CUtensorMap* map) {
   const FfnSizes& s = up.s;
+  const int64_t E = up.range.count(s.E);
   const int64_t expert_columns = s.P * s.F;
-  const char* data = static_cast<const char*>(up.w_in.data) + column * (kMajor == Major::k ? s.D : 1) * 2;
+  const char* data = static_cast<const char*>(up.w_in.data) +
+                     (up.range.first * expert_columns * s.D + column * (kMajor == Major::k ? s.D : 1)) * 2;
   return kMajor == Major::k
-             ? make_matrices_map("w_in", data, up.w_in.dtype, s.E, columns, s.D, kPanel, box_columns, map, s.D,
+             ? make_matrices_map("w_in", data, up.w_in.dtype, E, columns, s.D, kPanel, box_columns, map, s.D,
                                  expert_columns)
-             : make_matrices_map("w_in", data, up.w_in.dtype, s.E, s.D, columns, kPanel, kPanel, map, expert_columns);
+             : make_matrices_map("w_in", data, up.w_in.dtype, E, s.D, columns, kPanel, kPanel, map, expert_columns);
 }
 
 template <class Shape, Major kMajor>
 ab_status prepare_up_weights(const Up& up, GatedWeightOperand<kMajor>* weights) {
   const int64_t F = up.s.F;
+  weights->first_expert = static_cast<int32_t>(up.range.first);
   AB_RETURN_IF_ERROR((make_up_map<kMajor, Shape>(up, 0, F, Shape::kColumns / 2, &weights->gate)));
   return make_up_map<kMajor, Shape>(up, F, F, Shape::kColumns / 2, &weights->up);
 }
 template <class Shape, Major kMajor, int kScale>
 ab_status prepare_up_weights(const Up& up, WeightOperand<kMajor, kScale>* weights) {
+  weights->first_expert = static_cast<int32_t>(up.range.first);
   return make_up_map<kMajor, Shape>(up, 0, up.s.P * up.s.F, Shape::kColumns / Shape::kBlocks, &weights->map);
 }
 
@@ -73,6 +77,7 @@ ab_status launch_up(const Operation& up, int multiprocessors, cudaStream_t strea
     AB_RETURN_IF_ERROR(
         prepare_low_rank<Shape::kRows>(up.low_rank, up.x.dtype, s.E, &product.b, [&](int64_t E, Weights* factor) {
           Up factors = up;
+          factors.range = {};
           factors.w_in = {const_cast<void*>(up.low_rank.b), up.x.dtype};
           factors.s.E = E;
           factors.s.D = up.low_rank.rank;

@@ -1,6 +1,7 @@
 // A range of experts.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 namespace anabranch::cuda {
@@ -9,6 +10,9 @@ namespace anabranch::cuda {
 struct ExpertRange {
   int64_t first = 0;
   int64_t end = INT64_MAX;
+
+  // Number of the E experts that it contains.
+  int64_t count(int64_t E) const { return std::max<int64_t>(std::min(end, E) - first, 0); }
 };
 
 }  // namespace anabranch::cuda

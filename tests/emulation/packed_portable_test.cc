@@ -38,8 +38,8 @@ PackedRowsProduct rows_product(int64_t rows_per_expert, bool transposed) {
 TEST(PackedPortablePaths, DependOnRowsDtypeAndAlignment) {
   for (const bool transposed : {false, true}) {
     EXPECT_EQ(path_of(rows_product(0, transposed)), PackedPath::unpacked);
-    EXPECT_EQ(path_of(rows_product(16, transposed)), transposed ? PackedPath::few_rows : PackedPath::portable);
-    EXPECT_EQ(path_of(rows_product(17, transposed)), PackedPath::portable);
+    EXPECT_EQ(path_of(rows_product(24, transposed)), transposed ? PackedPath::few_rows : PackedPath::portable);
+    EXPECT_EQ(path_of(rows_product(25, transposed)), PackedPath::portable);
     EXPECT_EQ(path_of(rows_product(1024, transposed)), PackedPath::portable);
     EXPECT_EQ(path_of(rows_product(1025, transposed)), PackedPath::unpacked);
     PackedRowsProduct p = rows_product(100, transposed);

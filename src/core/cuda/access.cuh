@@ -54,6 +54,14 @@ __device__ __forceinline__ uint4 load_streaming(const uint4* from) {
   return word;
 }
 
+// The same if the condition holds; else leaves *word.
+__device__ __forceinline__ void load_streaming_if(bool condition, const void* from, uint4* word) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.u32 p, %4, 0;\n@p ld.global.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%5];\n}"
+      : "+r"(word->x), "+r"(word->y), "+r"(word->z), "+r"(word->w)
+      : "r"(static_cast<unsigned>(condition)), "l"(from));
+}
+
 // Stores a word if the condition holds.
 __device__ __forceinline__ void store_if(bool condition, uint4* to, const uint4& word) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.u32 p, %0, 0;\n@p st.global.cs.v4.u32 [%1], {%2, %3, %4, %5};\n}" ::"r"(

@@ -11,10 +11,8 @@
 namespace anabranch::cuda {
 namespace {
 
-// Rows per expert, on average, for which Hopper's producer decodes. With fewer rows GEMMs are bound by memory, and
-// few_rows reads the same bytes in smaller units: with 2 rows a layer takes 229 us (FP8) and 204 (MXFP4) instead of 344
-// and 313 (one H200; D, F, E, K = 2048, 768, 128, 8). With more rows unpacking once takes less time than decoding in
-// every tile of 256 rows. Where exactly is an estimate.
+// Rows per expert, on average, for which Hopper's producer decodes, where few_rows does not. With more rows unpacking
+// once takes less time than decoding in every tile of 256 rows. Where exactly is an estimate.
 constexpr int64_t kMinRowsPerExpert = 10;
 constexpr int64_t kMaxRowsPerExpert = 4096;
 
@@ -50,7 +48,7 @@ ab_status choose(const Operation& op, int64_t R, int64_t E, bool few_rows, const
     if ((use == Use::always || by_rows) && portable::unsupported_reason(op) == nullptr) *path = PackedPath::portable;
     return ok();
   }
-  const bool by_rows = kMinRowsPerExpert * E <= R && R <= kMaxRowsPerExpert * E;
+  const bool by_rows = !few_rows && kMinRowsPerExpert * E <= R && R <= kMaxRowsPerExpert * E;
   if ((use == Use::always || by_rows) && hopper::unsupported_reason(op) == nullptr) *path = PackedPath::hopper;
   return ok();
 }

@@ -52,14 +52,14 @@ ab_status compute_rows_product(const RowsProduct& p, const Device& device, cudaS
 
 ab_status compute_packed(const PackedUp& up, PackedPath path, const Device& device, cudaStream_t stream) {
   const int multiprocessors = device.multiprocessors;
-  if (path == PackedPath::few_rows) return few_rows::launch_gemm(up, multiprocessors, stream);
+  if (path == PackedPath::few_rows) return few_rows::launch_gemm(up, stream);
   if (path == PackedPath::portable) return portable::launch_gemm(up, multiprocessors, stream);
   return hopper::launch_gemm(up, multiprocessors, stream);
 }
 
 ab_status compute_packed(const PackedRowsProduct& p, PackedPath path, const Device& device, cudaStream_t stream) {
   const int multiprocessors = device.multiprocessors;
-  if (path == PackedPath::few_rows) return few_rows::launch_gemm(p, multiprocessors, stream);
+  if (path == PackedPath::few_rows) return few_rows::launch_gemm(p, stream);
   if (path == PackedPath::portable) return portable::launch_gemm(p, multiprocessors, stream);
   AB_RETURN_IF_ERROR(hopper::launch_gemm(p, multiprocessors, stream));
   return p.skips_rest ? ok() : clear_padding(p.map, {p.y, p.dtype}, p.R, p.N, multiprocessors, stream);

@@ -1,14 +1,20 @@
-// Small-M grouped GEMM with packed weights. Units, CTAs, the split of k over warps and the order of sums are those of
-// product.cuh, so results have the bits of that kernel on the unpacked weights. Each warp copies its weights through a
-// ring of chunks in shared memory (packed_weights.cuh): these bytes are in flight while it unpacks earlier ones.
+// Small-M grouped GEMM with packed weights, which are decoded in registers once per 8 to 32 rows.
 //
-//   shared    [kWarps][kStages] chunks; [kWarps][kWarp] float4, the sums of the warps; the list of row ranges
+//   range    up to 8 kRowGroups rows of one expert; its rows of x are in shared memory
+//   team     1 to 8 warps with 16 stored columns. They divide k by chunks (packed_weights.cuh); their sums are added in
+//            order
+//   round    a range x the columns of all teams. Each CTA has a run of rounds, which are ordered by range
+//   shared   a slab of x (row_slab.cuh); [kWarps][kRowGroups][kWarp] float4, the sums; the list of ranges
+//
+// Weights are operand A and rows of x operand B, as in product.cuh. Sums are added in another order than there.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "experts/few_rows/packed_weights.cuh"
 #include "experts/few_rows/product.cuh"
+#include "experts/few_rows/row_slab.cuh"
 
 namespace anabranch::cuda::few_rows {
 
@@ -16,154 +22,28 @@ namespace anabranch::cuda::few_rows {
 struct PackedProduct : Product {
   PackedMatrices packed;
   int32_t first_column = 0;         // of the stored columns
-  bool are_aligned = false;         // the weights and x, to 16 bytes
+  int32_t team = 1;                 // warps: a power of 2 that divides those of the CTA
+  int32_t rounds = 0;               // per range
+  int32_t depth = 0;                // k of a slab
   bool has_aligned_chunks = false;  // the low-rank term, for WarpSum
 };
 
-// 16 bytes of 16-bit elements, of which `count` exist; the rest are zeros.
-__device__ __forceinline__ uint4 load_elements(const void* from, int count) {
-  const auto* const elements = static_cast<const uint16_t*>(from);
-  const auto pair = [&](int i) {
-    const uint32_t low = 2 * i < count ? elements[2 * i] : 0u;
-    return low | (2 * i + 1 < count ? static_cast<uint32_t>(elements[2 * i + 1]) << 16 : 0u);
-  };
-  return {pair(0), pair(1), pair(2), pair(3)};
-}
-
-// One warp's sums over its steps of k of a unit.
-template <class Format, class Element, int kWarps>
-class PackedWarpSum {
- public:
-  static constexpr int kChunkBytes = 16 * Format::kColumnBytes;
-  static constexpr int kRingBytes = kWarps * Format::kStages * kChunkBytes;
-
-  __device__ __forceinline__ PackedWarpSum(const PackedProduct& p, char* rings)
-      : p_(p), ring_(rings + warp_index() * Format::kStages * kChunkBytes) {}
-
-  // Starts the copies of the first chunks of a unit.
-  __device__ __forceinline__ void begin(const UnitRows& rows, int32_t column) {
-    const int own = lane_index() / 4;
-    const int32_t row = min(rows.begin + own, rows.end - 1);
-    x_row_ = p_.main.gathers ? p_.map.source_of(max(p_.map.slot_of(row), 0)) : row;
-    const auto stored = static_cast<int32_t>(p_.columns.stored(column + own, 0));
-    columns_ = {static_cast<int32_t>(rows.expert * p_.packed.N) + p_.first_column + stored,
-                static_cast<int32_t>(p_.columns.stored(column + own, 1)) - stored};
-    wait_for_copies<0>();  // of zeros, for the chunks after the last one of the unit before
-    __syncwarp();          // all lanes have read the last chunks
-    const typename Format::Source source(p_.packed, columns_, first_chunk());
-#pragma unroll
-    for (int i = 0; i < Format::kStages - 1; ++i) {
-      const auto is_valid = valid_steps(first_chunk() + i);
-      if (p_.are_aligned) {
-        copy<true>(source, i, i, is_valid);
-      } else {
-        copy<false>(source, i, i, is_valid);
-      }
-    }
-    next_scales_ = Format::load_scales(source, 0, valid_steps(first_chunk()));
-  }
-
-  // Adds the warp's share of the unit to the sums.
-  __device__ __forceinline__ void run(float (&sums)[4]) {
-    if (p_.are_aligned) {
-      run<true>(sums);
-    } else {
-      run<false>(sums);
-    }
-  }
-
- private:
-  // The warp's steps.
-  __device__ __forceinline__ int begin_step() const { return p_.main.k / kDepth * warp_index() / kWarps; }
-  __device__ __forceinline__ int end_step() const { return p_.main.k / kDepth * (warp_index() + 1) / kWarps; }
-  __device__ __forceinline__ int first_chunk() const { return begin_step() / kChunkSteps; }
-  // Whether a step of a chunk belongs to the warp.
-  __device__ __forceinline__ auto valid_steps(int chunk) const {
-    return [skipped = begin_step() - chunk * kChunkSteps, left = end_step() - chunk * kChunkSteps](int step) {
-      return step >= skipped && step < left;
-    };
-  }
-  // The lane's column of part 0.
-  __device__ __forceinline__ char* column_in(int stage) const {
-    return ring_ + stage * kChunkBytes + lane_index() / 4 * Format::kColumnBytes;
-  }
-
-  // For a chunk without steps of the warp this copies zeros or nothing.
-  template <bool kAligned, class IsValid>
-  __device__ __forceinline__ void copy(const typename Format::Source& source, int chunk, int stage,
-                                       const IsValid& is_valid) const {
-    Format::template copy<kAligned>(source, chunk, column_in(stage), lane_index() / 4, is_valid);
-    end_copy_group();
-  }
-
-  template <bool kAligned>
-  __device__ __forceinline__ void run(float (&sums)[4]) {
-    typename Format::Source source(p_.packed, columns_, first_chunk());
-    const Element* x = static_cast<const Element*>(p_.main.x) + int64_t{x_row_} * p_.main.k +
-                       first_chunk() * kChunkSteps * kDepth + 8 * (lane_index() % 4);
-    int stage = 0;
-    int skipped = begin_step() % kChunkSteps;  // steps of the chunk before those of the warp
-#pragma unroll 1
-    for (int left = end_step() - first_chunk() * kChunkSteps; left > 0; left -= kChunkSteps) {
-      const typename Format::Scales scales = next_scales_;
-      next_scales_ = Format::load_scales(source, 1, [&](int step) { return step + kChunkSteps < left; });
-      wait_for_copies<Format::kStages - 2>();
-      __syncwarp();
-      constexpr int kAheadChunks = Format::kStages - 1;
-      copy<kAligned>(source, kAheadChunks, stage == 0 ? kAheadChunks : stage - 1,
-                     [&](int step) { return step + kAheadChunks * kChunkSteps < left; });
-      const char* const chunk = column_in(stage);
-      if (kAligned && skipped == 0 && left >= kChunkSteps && Format::template allows_fast<Element>(scales)) {
-        add<true, kAligned>(chunk, source, scales, x, 0, kChunkSteps, sums);
-      } else {
-        add<false, kAligned>(chunk, source, scales, x, skipped, left, sums);
-      }
-      source.advance();
-      x += kChunkSteps * kDepth;
-      skipped = 0;
-      stage = stage == kAheadChunks ? 0 : stage + 1;
-    }
-  }
-
-  // Adds steps begin, ..., end - 1 of a chunk; kFast: all four. x: the lane's elements of its row in step 0.
-  template <bool kFast, bool kAligned>
-  __device__ __forceinline__ void add(const char* chunk, const typename Format::Source& source,
-                                      const typename Format::Scales& scales, const Element* x, int begin, int end,
-                                      float (&sums)[4]) const {
-    const auto factors = Format::template factors_of<Element, kFast>(p_.packed, source, scales);
-#pragma unroll
-    for (int first = 0; first < kChunkSteps; first += kAhead) {
-      uint4 rows[kAhead] = {};
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        if (!kFast && (first + i < begin || first + i >= end)) continue;
-        const Element* const from = x + (first + i) * kDepth;
-        rows[i] = kAligned ? *reinterpret_cast<const uint4*>(from) : load_elements(from, 8);
-      }
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        if (!kFast && (first + i < begin || first + i >= end)) continue;
-        LaneWeights w[2];
-        Format::template load<Element, kFast>(chunk, lane_index() / 4, first + i, factors, w);
-        const uint32_t (&a)[4] = w[0].words;
-        const uint32_t (&b)[4] = w[1].words;
-        multiply_add_matrices<Element>(sums, {a[0], b[0], a[1], b[1]}, rows[i].x, rows[i].y);
-        multiply_add_matrices<Element>(sums, {a[2], b[2], a[3], b[3]}, rows[i].z, rows[i].w);
-      }
-    }
-  }
-
-  const PackedProduct& p_;
-  char* ring_;
-  typename Format::Scales next_scales_{};
-  int32_t x_row_ = 0;
-  LaneColumns columns_;
+// A kernel whose ranges have 8 kRowGroups_ rows.
+template <class Format, int kRowGroups_>
+struct PackedShape {
+  static constexpr int kRowGroups = kRowGroups_;
+  static constexpr int kRows = 8 * kRowGroups;
+  static constexpr int kWarps = 16;
+  static constexpr int kThreads = kWarps * kWarp;
+  static constexpr int kAhead = Chunk<Format>::kPieces == 1 ? 3 : 2;  // chunks of a warp on their way
 };
 
+constexpr int kMaxTeam = 8;
+
 // Adds the low-rank term of any rank and alignment, in the order of WarpSum.
-template <class Element, int kWarps>
-__device__ __forceinline__ void add_unaligned_low_rank(const Product& p, const UnitRows& rows, int32_t column,
-                                                       float (&sums)[4]) {
+template <class Element>
+__device__ __forceinline__ void add_unaligned_low_rank(const Product& p, const UnitRows& rows, int32_t column, int part,
+                                                       int parts, float (&sums)[4]) {
   const Operands& of = p.low_rank;
   const int own = lane_index() / 4;
   const int32_t row = min(rows.begin + own, rows.end - 1);
@@ -171,10 +51,10 @@ __device__ __forceinline__ void add_unaligned_low_rank(const Product& p, const U
   const auto* const matrix = static_cast<const Element*>(of.w) + rows.expert * of.matrix;
   const Element* w[2];
 #pragma unroll
-  for (int part = 0; part < 2; ++part) w[part] = matrix + p.columns.stored(column + own, part) * of.k;
+  for (int i = 0; i < 2; ++i) w[i] = matrix + p.columns.stored(column + own, i) * of.k;
   const int steps = (of.k + kDepth - 1) / kDepth;
 #pragma unroll 1
-  for (int step = steps * warp_index() / kWarps; step < steps * (warp_index() + 1) / kWarps; ++step) {
+  for (int step = steps * part / parts; step < steps * (part + 1) / parts; ++step) {
     const int k = step * kDepth + 8 * (lane_index() % 4);
     const int count = of.k - k;
     const uint4 a = load_elements(w[0] + k, count);
@@ -185,73 +65,256 @@ __device__ __forceinline__ void add_unaligned_low_rank(const Product& p, const U
   }
 }
 
-template <class Format, class Element, int kWarps, class Epilogue>
-__global__ void __launch_bounds__(kWarps* kWarp, kThreadsPerSm / (kWarps * kWarp))
-    few_rows_packed_product(const __grid_constant__ PackedProduct p, const __grid_constant__ Epilogue epilogue) {
-  using Sum = PackedWarpSum<Format, Element, kWarps>;
-  char* const rings = dynamic_shared_array<char>();
-  auto* const sums = reinterpret_cast<float4(*)[kWarp]>(rings + Sum::kRingBytes);
-  auto* const list = reinterpret_cast<UnitRows*>(sums + kWarps);
-  wait_for_previous_kernel();
-  let_next_kernel_start();
-  __shared__ int32_t units;  // in a register it would spill
-  if (const int32_t ranges = list_rows(p, list); threadIdx.x == 0) units = ranges * p.slices;
-  __syncthreads();
-  const auto column_of = [&](int32_t unit) { return unit % p.slices * p.columns.unit_columns(); };
-
-  Sum sum(p, rings);
-  // Starts the copies of a unit; returns whether it has any.
-  const auto begin = [&](int32_t unit) {
-    if (unit >= units || !has_rows(p, list[unit / p.slices])) return false;
-    sum.begin(list[unit / p.slices], column_of(unit));
-    return true;
-  };
-  auto unit = static_cast<int32_t>(blockIdx.x);
-  bool sums_up = begin(unit);
-#pragma unroll 1
-  while (unit < units) {
-    const UnitRows rows = list[unit / p.slices];
-    const int32_t column = column_of(unit);
-    const bool summed_up = sums_up;
-    float warp_sums[4] = {};
-    if (summed_up) {
-      sum.run(warp_sums);
-      if (p.low_rank.k > 0) {
-        if (p.has_aligned_chunks) {
-          WarpSum<Element>(p, p.low_rank, rows, column).template run<kWarps>(warp_sums);
-        } else {
-          add_unaligned_low_rank<Element, kWarps>(p, rows, column, warp_sums);
-        }
-      }
+// Adds a chunk to the sums. x: the lane's elements of row group 0 in the first step.
+template <class Format, class Element, int kRowGroups, bool kFast>
+__device__ __forceinline__ void add_chunk(const Chunk<Format>& chunk, const char* x, int group_bytes,
+                                          float (&sums)[kRowGroups][4]) {
+  constexpr int kSteps = Format::kCodes / 8;  // of a piece
+  const auto factors = Format::template factors_of<Element, kFast>(chunk.scales);
+#pragma unroll
+  for (int step = 0; step < kChunkDepth / 32; ++step) {
+    const auto decode = [&](int part) {
+      return Format::template decode<Element, kFast>(chunk.codes[part][step / kSteps], step % kSteps, factors, part);
+    };
+    const EightElements first = decode(0), second = decode(1);
+    const uint32_t (&a)[4] = first.words;
+    const uint32_t (&b)[4] = second.words;
+#pragma unroll
+    for (int group = 0; group < kRowGroups; ++group) {
+      const uint4 rows = *reinterpret_cast<const uint4*>(x + group * group_bytes + step * 64);
+      multiply_add_matrices<Element>(sums[group], {a[0], b[0], a[1], b[1]}, rows.x, rows.y);
+      multiply_add_matrices<Element>(sums[group], {a[2], b[2], a[3], b[3]}, rows.z, rows.w);
     }
-    const OwnResult own(p, rows, summed_up);
-    unit += static_cast<int32_t>(gridDim.x);
-    sums_up = begin(unit);  // the next unit's weights arrive while this one's sums are added up
-    write_results<kWarps>(p, rows, column, own, summed_up, warp_sums, sums, epilogue);
   }
 }
 
-template <class Format, class Element, int kWarps, class Epilogue>
-ab_status launch_packed_product(const char* name, PackedProduct p, const Epilogue& epilogue, int multiprocessors,
-                                cudaStream_t stream) {
-  constexpr int kThreads = kWarps * kWarp;
-  constexpr int kBlocks = kThreadsPerSm / kThreads;  // resident per SM
-  const int64_t lists = set_units(&p);
-  const size_t shared = PackedWarpSum<Format, Element, kWarps>::kRingBytes + shared_bytes(kThreads, lists);
-  return launch(
-      name, few_rows_packed_product<Format, Element, kWarps, Epilogue>,
-      {std::min(lists * p.slices, int64_t{kBlocks} * multiprocessors), kThreads, shared, stream, true, 1, kBlocks}, p,
-      epilogue);
+// Adds the low-rank term to the lane's sums of the rows.
+template <class Element>
+__device__ __forceinline__ void add_low_rank(const PackedProduct& p, UnitRows rows, int32_t column, float4* sums) {
+#pragma unroll 1
+  for (; rows.begin < rows.end; rows.begin += 8, sums += kWarp) {
+    float of_group[4] = {sums->x, sums->y, sums->z, sums->w};
+    const int part = warp_index() % p.team;
+    if (p.has_aligned_chunks) {
+      WarpSum<Element>(p, p.low_rank, rows, column).run(part, p.team, of_group);
+    } else {
+      add_unaligned_low_rank<Element>(p, rows, column, part, p.team, of_group);
+    }
+    *sums = {of_group[0], of_group[1], of_group[2], of_group[3]};
+  }
 }
+
+// Adds up the sums of a team's warps, which begin at `memory`, and calls the epilogue like write_results() in
+// product.cuh. Called by all threads of the team. sums_up: whether there are sums; else the results are zeros.
+template <int kRowGroups, class Epilogue>
+__device__ __forceinline__ void write_results_of_team(const PackedProduct& p, const UnitRows& rows, int32_t column,
+                                                      bool sums_up, const float4* memory, const Epilogue& epilogue) {
+  const int unit_column = lane_index() % kColumns;
+#pragma unroll 1
+  for (int i = warp_index() % p.team * 4 + lane_index() / kColumns; i < 8 * kRowGroups; i += p.team * 4) {
+    const int32_t row = rows.begin + i;
+    if (row >= rows.end) break;
+    float parts[2] = {};
+    int32_t slot = -1;
+    if (sums_up) {
+      slot = p.map.slot_of(row);
+      const float4* from = memory + i / 8 * kWarp + unit_column * 4 + i % 8 / 2;
+#pragma unroll 1
+      for (int warp = 0; warp < p.team; ++warp, from += kRowGroups * kWarp) {
+        const auto* const lane_sums = reinterpret_cast<const float*>(from) + i % 2;
+        parts[0] += lane_sums[0];
+        parts[1] += lane_sums[2];
+      }
+    }
+#pragma unroll 1
+    for (int part = 0; part < (p.columns.in_parts ? 1 : 2); ++part) {
+      const int32_t result = column + unit_column + part * kColumns;
+      if (result >= p.columns.columns) break;
+      epilogue(rows.expert, row, result, slot, part == 0 ? parts[0] : parts[1], parts[1]);
+    }
+  }
+}
+
+template <class Format, class Element, class Shape, bool kAligned, class Epilogue>
+__global__ void __launch_bounds__(Shape::kThreads, 1)
+    few_rows_packed_product(const __grid_constant__ PackedProduct p, const __grid_constant__ Epilogue epilogue) {
+  constexpr int kRowGroups = Shape::kRowGroups;
+  const int row_bytes = slab_row_bytes(p.depth);
+  char* const slab = dynamic_shared_array<char>();
+  auto* const sums = reinterpret_cast<float4*>(slab + Shape::kRows * row_bytes);
+  auto* const list = reinterpret_cast<UnitRows*>(sums + Shape::kWarps * kRowGroups * kWarp);
+  wait_for_previous_kernel();
+  let_next_kernel_start();
+  const int32_t ranges = list_rows<Shape::kRows>(p, list);
+  const int teams = Shape::kWarps / p.team;
+  const int part = warp_index() % p.team;
+  const int32_t team = warp_index() / p.team;
+  const int64_t rounds = int64_t{ranges} * p.rounds;
+  const auto end = static_cast<int32_t>(rounds * (blockIdx.x + 1) / gridDim.x);
+  const auto begin = static_cast<int32_t>(rounds * blockIdx.x / gridDim.x);
+  const auto column_of = [&](int32_t round) { return (round % p.rounds * teams + team) * p.columns.unit_columns(); };
+  const auto lane_columns = [&](int32_t round) {
+    const int32_t column = column_of(round) + lane_index() / 4;
+    const auto stored = static_cast<int32_t>(p.columns.stored(column, 0));
+    const auto part_step = static_cast<int32_t>(p.columns.stored(column, 1)) - stored;
+    return LaneColumns{list[round / p.rounds].expert, p.first_column + stored, part_step};
+  };
+  // Returns the first round from `round` on in which the warp sums up; else `end`.
+  const auto next_with_work = [&](int32_t round) {
+    while (round < end &&
+           (column_of(round) >= p.columns.columns || !has_rows<Shape::kRows>(p, list[round / p.rounds]))) {
+      ++round;
+    }
+    return round;
+  };
+
+  float4* const of_lane = sums + warp_index() * kRowGroups * kWarp + lane_index();
+  const char* const x = slab + lane_index() / 4 * row_bytes + lane_index() % 4 * 16;
+  const auto sync_team = [&] {
+    if (p.team == 1) {
+      __syncwarp();
+    } else {
+      __syncthreads();
+    }
+  };
+  // Chunks are loaded in groups of kAhead, one group before they are needed, across rounds. In the last group of a
+  // round some may not exist. The loads of a group have no branch of their own: with one, each use of a chunk waited
+  // for all loads.
+  const int group_depth = kChunkDepth * p.team * Shape::kAhead;
+  Chunk<Format> chunks[Shape::kAhead];
+  WeightLoader<Format, kAligned> loader;
+  int32_t loaded_round = begin - 1;
+  int groups_to_load = 0;
+  const auto begin_group = [&] {
+    if (groups_to_load-- > 0) return;
+    loaded_round = next_with_work(loaded_round + 1);
+    if (loaded_round < end) {
+      loader.begin(p.packed, lane_columns(loaded_round), part);
+      groups_to_load = (p.main.k + group_depth - 1) / group_depth - 1;
+    } else {
+      loader.end();
+      groups_to_load = INT32_MAX;
+    }
+  };
+  BlockScales block_scales;
+  const auto load_block_scales = [&](int32_t round, int first) {
+    if constexpr (!Format::kScaledPieces) {
+      if (const LaneColumns columns = lane_columns(round); columns.expert != kNoExpert) {
+        block_scales.load(p.packed, columns, first);
+      }
+    }
+  };
+  if (begin < end) load_block_scales(begin, 0);
+  begin_group();
+#pragma unroll
+  for (Chunk<Format>& chunk : chunks) loader.load(p.team, &chunk);
+  int32_t range = -1;  // whose slab is in shared memory
+#pragma unroll 1
+  for (int32_t round = begin; round < end; ++round) {
+    const UnitRows rows = list[round / p.rounds];
+    const bool sums_up = has_rows<Shape::kRows>(p, rows);
+    const bool is_active = column_of(round) < p.columns.columns;
+    if (sums_up) {
+      float acc[kRowGroups][4] = {};
+      const auto add = [&](Chunk<Format>& chunk, int index, const char* at) {
+        if constexpr (!Format::kScaledPieces) {
+          if (!block_scales.has(index)) load_block_scales(round, index / kWarp * kWarp);
+          chunk.scales = {block_scales.of(0, index), block_scales.of(1, index)};
+        }
+        if (Format::template allows_fast<Element>(chunk.scales)) {
+          add_chunk<Format, Element, kRowGroups, true>(chunk, at, 8 * row_bytes, acc);
+        } else {
+          add_chunk<Format, Element, kRowGroups, false>(chunk, at, 8 * row_bytes, acc);
+        }
+      };
+#pragma unroll 1
+      for (int first = 0; first < p.main.k; first += p.depth) {
+        if (range != round / p.rounds || p.depth < p.main.k) {
+          __syncthreads();
+          load_slab<Format::kCodes, Shape::kRows, Shape::kThreads, kAligned>(p.main, p.map, rows, first, p.depth, slab);
+          __syncthreads();
+          range = round / p.rounds;
+        }
+        if (!is_active) continue;
+        const int count = (min(p.depth, p.main.k - first) + kChunkDepth - 1) / kChunkDepth;
+#pragma unroll 1
+        for (int chunk = part; chunk - part < count;) {
+          begin_group();
+#pragma unroll
+          for (int i = 0; i < Shape::kAhead; ++i) {
+            if (chunk < count) add(chunks[i], first / kChunkDepth + chunk, x + chunk * kChunkDepth * 2);
+            loader.load(p.team, &chunks[i]);
+            chunk += p.team;
+          }
+        }
+      }
+#pragma unroll
+      for (int group = 0; group < kRowGroups; ++group) {
+        of_lane[group * kWarp] = {acc[group][0], acc[group][1], acc[group][2], acc[group][3]};
+      }
+      if (is_active && p.low_rank.k > 0) add_low_rank<Element>(p, rows, column_of(round), of_lane);
+    }
+    if (round + 1 < end) load_block_scales(round + 1, 0);
+    sync_team();
+    write_results_of_team<kRowGroups>(p, rows, column_of(round), sums_up, sums + team * p.team * kRowGroups * kWarp,
+                                      epilogue);
+    sync_team();
+  }
+}
+
+template <class Format, class Element, class Shape, bool kAligned, class Epilogue>
+ab_status launch_packed_product(const char* name, PackedProduct p, const Epilogue& epilogue, cudaStream_t stream) {
+  Device device;
+  AB_RETURN_IF_ERROR(find_device(name, &device));
+  p.has_padding = p.groups.R > p.map.num_slots && p.map.by_slot;
+  p.slices = (p.columns.columns + p.columns.unit_columns() - 1) / p.columns.unit_columns();
+  const int64_t ranges = max_ranges(p.groups.R, p.groups.E, Shape::kRows);
+  const size_t others =
+      sizeof(float4) * Shape::kThreads * Shape::kRowGroups + sizeof(UnitRows) * static_cast<size_t>(ranges);
+  const int64_t row_bytes = (device.max_block_shared_bytes - static_cast<int64_t>(others)) / Shape::kRows;
+  const int64_t max_depth = (row_bytes - slab_row_bytes(0)) / 2;
+  // The team with the least time, in chunks, of the CTA with the most rounds, if all experts have rows. What a round
+  // takes beside its chunks is an estimate.
+  constexpr int64_t kOfRound = 2;
+  const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
+  const int64_t used = std::min<int64_t>(p.groups.R, p.groups.E);
+  int64_t least = INT64_MAX;
+  for (int team = 1; team <= kMaxTeam && Shape::kAhead * kChunkDepth * team <= max_depth; team *= 2) {
+    const int64_t rounds = ceil_div(p.slices, Shape::kWarps / team);
+    const int64_t chunks = ceil_div(p.main.k, kChunkDepth * team);
+    const int64_t time = ceil_div(used * rounds, int64_t{device.multiprocessors}) * (chunks + kOfRound);
+    if (time >= least) continue;
+    least = time;
+    p.team = team;
+    p.rounds = static_cast<int32_t>(rounds);
+  }
+  if (p.rounds == 0) return error(AB_UNSUPPORTED, "%s: the device has too little shared memory", name);
+  // All of k if it fits; else all warps have a multiple of kAhead chunks.
+  const int64_t k = (p.main.k + kChunkDepth - 1) / kChunkDepth * kChunkDepth;
+  const int64_t step = Shape::kAhead * kChunkDepth * p.team;
+  p.depth = static_cast<int32_t>(k <= max_depth ? k : max_depth / step * step);
+  const size_t shared = static_cast<size_t>(Shape::kRows) * slab_row_bytes(p.depth) + others;
+  return launch(name, few_rows_packed_product<Format, Element, Shape, kAligned, Epilogue>,
+                {std::min<int64_t>(ranges * p.rounds, device.multiprocessors), Shape::kThreads, shared, stream, true},
+                p, epilogue);
+}
+
+// Whether data is 16-byte aligned.
+inline bool is_aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
 
 template <class Epilogue>
 ab_status launch_packed_product(const char* name, int32_t dtype, const PackedProduct& p, const Epilogue& epilogue,
-                                int multiprocessors, cudaStream_t stream) {
+                                cudaStream_t stream) {
   const auto with_types = [&]<class Format, class Element>() {
-    const auto kernel = p.main.k >= kLongSum     ? launch_packed_product<Format, Element, 16, Epilogue>
-                        : p.main.k >= kMediumSum ? launch_packed_product<Format, Element, 8, Epilogue>
-                                                 : launch_packed_product<Format, Element, 4, Epilogue>;
-    return kernel(name, p, epilogue, multiprocessors, stream);
+    const auto launch = [&]<int kRowGroups, bool kAligned>() {
+      return launch_packed_product<Format, Element, PackedShape<Format, kRowGroups>, kAligned>(name, p, epilogue,
+                                                                                               stream);
+    };
+    if (!is_aligned(p.packed.values) || !is_aligned(p.main.x)) return launch.template operator()<1, false>();
+    const int64_t rows = rows_of_range(p.groups.R, p.groups.E);
+    return rows == 8    ? launch.template operator()<1, true>()
+           : rows == 16 ? launch.template operator()<2, true>()
+                        : launch.template operator()<4, true>();
   };
   const auto with_format = [&]<class Format>() {
     return dtype == AB_BFLOAT16 ? with_types.template operator()<Format, BFloat16>()
@@ -261,13 +324,9 @@ ab_status launch_packed_product(const char* name, int32_t dtype, const PackedPro
                                             : with_format.template operator()<Fp8Format>();
 }
 
-// Whether data is 16-byte aligned.
-inline bool is_aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
-
 // The GEMM `plain` with packed weights. Its field main.w is not used.
 inline PackedProduct packed_product(const Product& plain, const PackedMatrices& packed, int64_t first_column) {
   PackedProduct p{plain, packed, static_cast<int32_t>(first_column)};
-  p.are_aligned = is_aligned(packed.values) && is_aligned(p.main.x);
   p.has_aligned_chunks = is_aligned(p.low_rank.x) && is_aligned(p.low_rank.w) && p.low_rank.k % 8 == 0;
   return p;
 }

@@ -3,9 +3,9 @@
 
 namespace anabranch::cuda::few_rows {
 
-ab_status launch_gemm(const PackedRowsProduct& p, int multiprocessors, cudaStream_t stream) {
+ab_status launch_gemm(const PackedRowsProduct& p, cudaStream_t stream) {
   return launch_packed_product("grouped GEMM", p.dtype, packed_product(product_of(p), p.packed, p.first_column),
-                               WriteRows{p}, multiprocessors, stream);
+                               WriteRows{p}, stream);
 }
 
 }  // namespace anabranch::cuda::few_rows

@@ -3,9 +3,9 @@
 
 namespace anabranch::cuda::few_rows {
 
-ab_status launch_gemm(const PackedUp& up, int multiprocessors, cudaStream_t stream) {
+ab_status launch_gemm(const PackedUp& up, cudaStream_t stream) {
   return launch_packed_product("up GEMM", up.x.dtype, packed_product(product_of(up), up.packed, 0), WriteUp{up},
-                               multiprocessors, stream);
+                               stream);
 }
 
 }  // namespace anabranch::cuda::few_rows

@@ -66,21 +66,22 @@ struct Product {
   bool has_padding = false;  // groups contain padding rows; set by launch_product()
 };
 
-// A range of at most kRows rows of one expert.
+// A range of rows of one expert, at most as many as a unit has.
 struct UnitRows {
   int32_t expert;  // kNoExpert: rows after the groups
   int32_t begin;
   int32_t end;
 };
 
-// Every group, and the rows after the groups, may end with a range of fewer than kRows rows.
-inline int64_t max_unit_rows(int64_t R, int64_t E) { return R / kRows + std::min(R, E) + 1; }
+// Every group, and the rows after the groups, may end with a range of fewer rows than a unit has.
+constexpr int64_t max_ranges(int64_t R, int64_t E, int64_t unit_rows) { return R / unit_rows + std::min(R, E) + 1; }
 
-// Lists the row ranges of all units. Called by all threads of the CTA; returns the number of ranges.
+// Lists the row ranges of all units of kUnitRows rows. Called by all threads of the CTA; returns the number of ranges.
+template <int kUnitRows>
 __device__ __forceinline__ int32_t list_rows(const Product& p, UnitRows* list) {
   const auto threads = static_cast<int32_t>(blockDim.x);
   const int32_t R = p.groups.R;
-  const auto units_of = [](int64_t rows) { return (rows + kRows - 1) / kRows; };
+  const auto units_of = [](int64_t rows) { return (rows + kUnitRows - 1) / kUnitRows; };
   const auto is_listed = [&](int32_t group) { return group >= p.groups.first && group <= p.groups.last; };
   int32_t end_of_all = 0;
   int32_t count = 0;
@@ -101,14 +102,14 @@ __device__ __forceinline__ int32_t list_rows(const Product& p, UnitRows* list) {
     end_of_all = static_cast<int32_t>(min(end_of_all + (total & 0xffffffff), int64_t{R}));
     count += units;
 #pragma unroll 1
-    for (int32_t i = 0; is_listed(group) && begin + i * kRows < end; ++i) {
-      list[place + i] = {group, begin + i * kRows, min(begin + (i + 1) * kRows, end)};
+    for (int32_t i = 0; is_listed(group) && begin + i * kUnitRows < end; ++i) {
+      list[place + i] = {group, begin + i * kUnitRows, min(begin + (i + 1) * kUnitRows, end)};
     }
   }
   if (!p.skips_rest && is_listed(p.groups.E)) {
 #pragma unroll 1
-    for (int32_t i = static_cast<int32_t>(threadIdx.x); end_of_all + i * kRows < R; i += threads) {
-      list[count + i] = {kNoExpert, end_of_all + i * kRows, min(end_of_all + (i + 1) * kRows, R)};
+    for (int32_t i = static_cast<int32_t>(threadIdx.x); end_of_all + i * kUnitRows < R; i += threads) {
+      list[count + i] = {kNoExpert, end_of_all + i * kUnitRows, min(end_of_all + (i + 1) * kUnitRows, R)};
     }
     count += static_cast<int32_t>(units_of(R - end_of_all));
   }
@@ -133,21 +134,18 @@ class WarpSum {
     for (int part = 0; part < 2; ++part) w_[part] = matrix + p.columns.stored(column + own, part) * of.k;
   }
 
-  // Adds the warp's share of the steps to the sums.
-  template <int kWarps>
-  __device__ __forceinline__ void run(float (&sums)[4]) const {
+  // Adds a part of the steps to the sums.
+  __device__ __forceinline__ void run(int part, int parts, float (&sums)[4]) const {
     const int steps = (k_ + kDepth - 1) / kDepth;
-    run(steps * warp_index() / kWarps, steps * (warp_index() + 1) / kWarps, sums);
-  }
-
- private:
-  __device__ __forceinline__ void run(int step, int end, float (&sums)[4]) const {
+    int step = steps * part / parts;
+    const int end = steps * (part + 1) / parts;
 #pragma unroll 1
     for (; step + kAhead <= min(end, k_ / kDepth); step += kAhead) add<true>(step, end, sums);
 #pragma unroll 1
     for (; step < end; step += kAhead) add<false>(step, end, sums);
   }
 
+ private:
   // kAll: all steps from `step` on are in bounds for all lanes.
   template <bool kAll>
   __device__ __forceinline__ void add(int step, int end, float (&sums)[4]) const {
@@ -180,9 +178,10 @@ class WarpSum {
 };
 
 // Whether the range contains a row that is not padding. Called by a whole warp.
+template <int kUnitRows>
 __device__ __forceinline__ bool has_rows(const Product& p, const UnitRows& rows) {
   if (rows.expert == kNoExpert || !p.has_padding) return rows.expert != kNoExpert;
-  const int32_t row = min(rows.begin + lane_index() % kRows, rows.end - 1);
+  const int32_t row = min(rows.begin + lane_index() % kUnitRows, rows.end - 1);
   return __ballot_sync(kAllLanes, p.map.slot_of(row) >= 0) != 0u;
 }
 
@@ -238,18 +237,18 @@ __global__ void __launch_bounds__(kWarps* kWarp, kThreadsPerSm / (kWarps * kWarp
   auto* const list = reinterpret_cast<UnitRows*>(sums + kWarps);
   wait_for_previous_kernel();
   let_next_kernel_start();
-  const int32_t units = list_rows(p, list) * p.slices;
+  const int32_t units = list_rows<kRows>(p, list) * p.slices;
 
 #pragma unroll 1
   for (auto unit = static_cast<int32_t>(blockIdx.x); unit < units; unit += static_cast<int32_t>(gridDim.x)) {
     const UnitRows rows = list[unit / p.slices];
     const int32_t column = unit % p.slices * p.columns.unit_columns();
-    const bool sums_up = has_rows(p, rows);
+    const bool sums_up = has_rows<kRows>(p, rows);
     const OwnResult own(p, rows, sums_up);
     float warp_sums[4] = {};
     if (sums_up) {
-      WarpSum<Element>(p, p.main, rows, column).template run<kWarps>(warp_sums);
-      if (p.low_rank.k > 0) WarpSum<Element>(p, p.low_rank, rows, column).template run<kWarps>(warp_sums);
+      WarpSum<Element>(p, p.main, rows, column).run(warp_index(), kWarps, warp_sums);
+      if (p.low_rank.k > 0) WarpSum<Element>(p, p.low_rank, rows, column).run(warp_index(), kWarps, warp_sums);
     }
     write_results<kWarps>(p, rows, column, own, sums_up, warp_sums, sums, epilogue);
   }
@@ -266,7 +265,7 @@ inline Operands operands_of(const LowRank& term, int64_t columns) {
 inline int64_t set_units(Product* p) {
   p->has_padding = p->groups.R > p->map.num_slots && p->map.by_slot;
   p->slices = (p->columns.columns + p->columns.unit_columns() - 1) / p->columns.unit_columns();
-  return max_unit_rows(p->groups.R, p->groups.E);
+  return max_ranges(p->groups.R, p->groups.E, kRows);
 }
 
 // Bytes of the sums of the warps and of the list of row ranges.

@@ -22,7 +22,7 @@ ab_status launch_gemm(const Up& up, int multiprocessors, cudaStream_t stream);
 ab_status launch_gemm(const RowsProduct& product, int multiprocessors, cudaStream_t stream);
 
 // Packed weights, for sizes that reads_packed() accepts. Operands may have any alignment, and a low-rank term any rank.
-ab_status launch_gemm(const PackedUp& up, int multiprocessors, cudaStream_t stream);
-ab_status launch_gemm(const PackedRowsProduct& product, int multiprocessors, cudaStream_t stream);
+ab_status launch_gemm(const PackedUp& up, cudaStream_t stream);
+ab_status launch_gemm(const PackedRowsProduct& product, cudaStream_t stream);
 
 }  // namespace anabranch::cuda::few_rows

@@ -19,6 +19,9 @@ void load_if(bool condition, const char* from, uint32_t* number) {
   std::memcpy(number, from, kBytes);
 }
 inline uint4 load_streaming(const uint4* from) { return *from; }
+inline void load_streaming_if(bool condition, const void* from, uint4* word) {
+  if (condition) std::memcpy(word, from, sizeof(*word));
+}
 template <class Word>
 void store_if(bool condition, Word* to, const Word& word) {
   if (condition) *to = word;

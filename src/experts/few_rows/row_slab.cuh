@@ -1,0 +1,67 @@
+// Rows of x in shared memory: all of k, or a slab of it at a time.
+//
+// A piece of weights has kCodes consecutive k in each of 4 lanes, and a step takes 8 of each lane. Rows consist of
+// 16-byte chunks of 8 k. In shared memory those of 4 pieces are in the order of the steps, so that the 4 lanes read 64
+// adjacent bytes; rows are 64 bytes more than a multiple of 128 apart, so that 8 lanes have no bank conflict.
+#pragma once
+
+#include <cstdint>
+
+#include "core/cuda/copy_groups.cuh"
+#include "core/cuda/warp.cuh"
+#include "experts/few_rows/product.cuh"
+
+namespace anabranch::cuda::few_rows {
+
+// 16 bytes of 16-bit elements, of which `count` exist; the rest are zeros.
+__device__ __forceinline__ uint4 load_elements(const void* from, int count) {
+  const auto* const elements = static_cast<const uint16_t*>(from);
+  const auto pair = [&](int i) {
+    const uint32_t low = 2 * i < count ? elements[2 * i] : 0u;
+    return low | (2 * i + 1 < count ? static_cast<uint32_t>(elements[2 * i + 1]) << 16 : 0u);
+  };
+  return {pair(0), pair(1), pair(2), pair(3)};
+}
+
+// The distance of rows in shared memory, for slabs of `depth` k: a multiple of 128.
+constexpr int slab_row_bytes(int depth) { return depth * 2 + 64; }
+
+// Copies k = begin, ..., begin + depth - 1 of kRows rows to `memory`; rows that do not exist and k past the end are
+// zeros. Called by all threads of the CTA, which must not use the memory; after the call they may.
+template <int kCodes, int kRows, int kThreads, bool kAligned>
+__device__ __forceinline__ void load_slab(const Operands& x, const RowMap& map, const UnitRows& rows, int begin,
+                                          int depth, char* memory) {
+  constexpr int kThreadsPerRow = kThreads / kRows;
+  constexpr int kSteps = kCodes / 8;
+  static_assert(kThreadsPerRow % (4 * kSteps) == 0, "a thread has the same place in all pieces");
+  const int lane = static_cast<int>(threadIdx.x) % kThreadsPerRow;
+  const int in_unit = static_cast<int>(threadIdx.x) / kThreadsPerRow;
+  const int32_t row = rows.begin + in_unit;
+  const bool exists = row < rows.end;
+  const int32_t source = exists && x.gathers ? map.source_of(max(map.slot_of(row), 0)) : exists ? row : 0;
+  const int in_pieces = lane % (4 * kSteps);
+  const int place = lane - in_pieces + in_pieces % kSteps * 4 + in_pieces / kSteps;
+  char* to = memory + in_unit * slab_row_bytes(depth) + place * 16;
+  const char* from = static_cast<const char*>(x.x) + (int64_t{source} * x.k + begin) * 2 + lane * 16;
+  const int chunks = exists ? min(depth, x.k - begin) / 8 : 0;
+  if constexpr (kAligned) {
+    auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
+#pragma unroll 4
+    for (int i = lane; i < depth / 8; i += kThreadsPerRow) {
+      copy_async_16(address, from, i < chunks);
+      address += kThreadsPerRow * 16;
+      from += kThreadsPerRow * 16;
+    }
+    end_copy_group();
+    wait_for_copies<0>();
+  } else {
+#pragma unroll 1
+    for (int i = lane; i < depth / 8; i += kThreadsPerRow) {
+      *reinterpret_cast<uint4*>(to) = load_elements(from, i < chunks ? 8 : 0);
+      to += kThreadsPerRow * 16;
+      from += kThreadsPerRow * 16;
+    }
+  }
+}
+
+}  // namespace anabranch::cuda::few_rows

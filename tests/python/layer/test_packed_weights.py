@@ -1,4 +1,7 @@
-"""The layer on packed weights has the bits of the layer on unpacked ones, in every output and gradient."""
+"""The layer on packed weights has the bits of the layer on unpacked ones, in every output and gradient.
+
+On a GPU the small-M kernels of packed weights add sums in another order: there 16-bit results agree within rounding.
+"""
 
 import jax
 import numpy as np
@@ -12,7 +15,7 @@ from lora_cases import lora_factors, takes_factors
 from packed_cases import as_given, bits, dtype_of, front_end, random_packed
 
 pytestmark = BOTH
-T, E, K = 10, 5, 2  # few enough rows for the small-M kernels, which read packed weights as they are, and plain ones
+T, E, K = 10, 5, 2  # few enough rows for the small-M kernels, of packed and of plain weights
 COLD = 3  # an expert without tokens
 PFD = dict(w_in_layout="pfd", w_out_layout="df")
 FPD = dict(w_in_layout="fpd", w_out_layout="df")
@@ -104,14 +107,27 @@ def both_ways(function, case):
     return found
 
 
-def assert_same(found):
+#: Roundings of a result and of the intermediate results that it depends on.
+ROUNDINGS = 8
+
+
+def assert_same(found, exact=True):
     (packed, packed_gradients), (plain, plain_gradients) = found
-    np.testing.assert_array_equal(bits(packed), bits(plain))
-    assert np.isfinite(plain.astype(np.float32)).all() and np.abs(plain.astype(np.float32)).max() > 0
     assert packed_gradients.keys() == plain_gradients.keys()
-    for name, gradient in plain_gradients.items():
-        np.testing.assert_array_equal(bits(packed_gradients[name]), bits(gradient), err_msg=name)
-        assert np.abs(np.asarray(gradient).astype(np.float32)).max() > 0, name
+    unit = 2.0**-9 if packed.dtype.name == "bfloat16" else 2.0**-12
+    results = {"output": packed} | packed_gradients
+    for name, want in ({"output": plain} | plain_gradients).items():
+        values = np.asarray(want).astype(np.float32)
+        assert np.isfinite(values).all() and np.abs(values).max() > 0, name
+        if exact:
+            np.testing.assert_array_equal(bits(results[name]), bits(want), err_msg=name)
+        else:
+            error = np.linalg.norm(np.asarray(results[name]).astype(np.float32) - values)
+            assert error <= ROUNDINGS * unit * np.linalg.norm(values), name
+
+
+def is_exact(platform, case):
+    return platform != "gpu" or case[5] == "float32"
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -121,7 +137,7 @@ def test_moe(platform, case):
     def layer(w_in, w_out, x, gate, **given):
         return front_end().moe(x, gate, w_in, w_out, topk=K, **given, **options).output
 
-    assert_same(both_ways(layer, CASES[case]))
+    assert_same(both_ways(layer, CASES[case]), is_exact(platform, CASES[case]))
 
 
 @pytest.mark.parametrize("case", ["mxfp4, bfloat16, interleaved, adapters", "fp8 blocks"])
@@ -134,7 +150,7 @@ def test_routed_experts(platform, case):
         weights = (x.float() if in_torch() else x.astype("float32")) @ gate[:, :K]
         return front_end().routed_experts(x, experts, weights, w_in, w_out, **given, **options).output
 
-    assert_same(both_ways(layer, CASES[case]))
+    assert_same(both_ways(layer, CASES[case]), is_exact(platform, CASES[case]))
 
 
 @pytest.mark.parametrize("case", ["mxfp4", "mxfp4 of w_out alone, early weights", "fp8 blocks, float32, adapters"])
@@ -145,7 +161,7 @@ def test_expert_ffn(platform, case):
     def layer(w_in, w_out, x, gate, **given):
         return front_end().expert_ffn(x, w_in, w_out, sizes, weights=x @ gate[:, 0], **given, **options)
 
-    assert_same(both_ways(layer, CASES[case]))
+    assert_same(both_ways(layer, CASES[case]), is_exact(platform, CASES[case]))
 
 
 @pytest.mark.parametrize("only", ["both", "w_in", "w_out"])

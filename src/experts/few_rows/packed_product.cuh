@@ -178,8 +178,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     }
   };
   // Chunks are loaded in groups of kAhead, one group before they are needed, across rounds. In the last group of a
-  // round some may not exist. The loads of a group have no branch of their own: with one, each use of a chunk waited
-  // for all loads.
+  // round some may not exist; these are not used. The loads of a group have no branch of their own: with one, each use
+  // of a chunk waited for all loads.
   const int group_depth = kChunkDepth * p.team * Shape::kAhead;
   Chunk<Format> chunks[Shape::kAhead];
   WeightLoader<Format, kAligned> loader;
@@ -271,7 +271,8 @@ ab_status launch_packed_product(const char* name, PackedProduct p, const Epilogu
   const int64_t ranges = max_ranges(p.groups.R, p.groups.E, Shape::kRows);
   const size_t others =
       sizeof(float4) * Shape::kThreads * Shape::kRowGroups + sizeof(UnitRows) * static_cast<size_t>(ranges);
-  const int64_t row_bytes = (device.max_block_shared_bytes - static_cast<int64_t>(others)) / Shape::kRows;
+  const int64_t row_bytes =
+      (device.max_block_shared_bytes - static_cast<int64_t>(kStaticBytes + others)) / Shape::kRows;
   const int64_t max_depth = (row_bytes - slab_row_bytes(0)) / 2;
   // The team with the least time, in chunks, of the CTA with the most rounds, if all experts have rows. What a round
   // takes beside its chunks is an estimate.
@@ -289,7 +290,7 @@ ab_status launch_packed_product(const char* name, PackedProduct p, const Epilogu
     p.rounds = static_cast<int32_t>(rounds);
   }
   if (p.rounds == 0) return error(AB_UNSUPPORTED, "%s: the device has too little shared memory", name);
-  // All of k if it fits; else all warps have a multiple of kAhead chunks.
+  // All of k if it fits; else a multiple of a group, so that no group belongs to two slabs.
   const int64_t k = (p.main.k + kChunkDepth - 1) / kChunkDepth * kChunkDepth;
   const int64_t step = Shape::kAhead * kChunkDepth * p.team;
   p.depth = static_cast<int32_t>(k <= max_depth ? k : max_depth / step * step);
@@ -324,7 +325,8 @@ ab_status launch_packed_product(const char* name, int32_t dtype, const PackedPro
                                             : with_format.template operator()<Fp8Format>();
 }
 
-// The GEMM `plain` with packed weights. Its field main.w is not used.
+// The GEMM `plain` with packed weights. Its field main.w is not used. FP8: first_column and the number of columns are
+// multiples of 16, so that the columns of a warp are in one block.
 inline PackedProduct packed_product(const Product& plain, const PackedMatrices& packed, int64_t first_column) {
   PackedProduct p{plain, packed, static_cast<int32_t>(first_column)};
   p.has_aligned_chunks = is_aligned(p.low_rank.x) && is_aligned(p.low_rank.w) && p.low_rank.k % 8 == 0;

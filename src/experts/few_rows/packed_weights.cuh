@@ -140,8 +140,8 @@ class WeightLoader {
 
   __device__ __forceinline__ void end() { left_ = 0; }
 
-  // Starts to load the next chunk, with its scales if the format has one per piece. Pieces past the end of k, which
-  // only MXFP4 has, keep their codes and have the scale 0, so that they are finite.
+  // Starts to load the next chunk, with its scales if the format has one per piece. In the last chunk of k MXFP4 may
+  // have pieces past the end: they keep their codes and have the scale 0, so that they are finite.
   __device__ __forceinline__ void load(int stride, Chunk<Format>* chunk) {
     const bool valid = left_ > 0;
 #pragma unroll
@@ -175,7 +175,8 @@ class WeightLoader {
   int32_t left_ = 0;  // pieces of the column from the lane's first on
 };
 
-// The scales of FP8 blocks in a warp's columns: lane i holds those of the i-th of 32 blocks along k.
+// The scales of FP8 blocks in a warp's columns, all of which are in one block of columns per part: lane i holds those
+// of the i-th of 32 blocks along k.
 class BlockScales {
  public:
   __device__ __forceinline__ void load(const PackedMatrices& w, const LaneColumns& columns, int first) {

@@ -76,6 +76,9 @@ struct UnitRows {
 // Every group, and the rows after the groups, may end with a range of fewer rows than a unit has.
 constexpr int64_t max_ranges(int64_t R, int64_t E, int64_t unit_rows) { return R / unit_rows + std::min(R, E) + 1; }
 
+// Static shared memory of list_rows(), for its sums, with the padding to the alignment of dynamic memory.
+constexpr size_t kStaticBytes = 512;
+
 // Lists the row ranges of all units of kUnitRows rows. Called by all threads of the CTA; returns the number of ranges.
 template <int kUnitRows>
 __device__ __forceinline__ int32_t list_rows(const Product& p, UnitRows* list) {

@@ -1,8 +1,9 @@
 // Rows of x in shared memory: all of k, or a slab of it at a time.
 //
-// A piece of weights has kCodes consecutive k in each of 4 lanes, and a step takes 8 of each lane. Rows consist of
-// 16-byte chunks of 8 k. In shared memory those of 4 pieces are in the order of the steps, so that the 4 lanes read 64
-// adjacent bytes; rows are 64 bytes more than a multiple of 128 apart, so that 8 lanes have no bank conflict.
+// The 4 lanes of a column have adjacent pieces of weights, of kCodes k each, and a step takes 8 k of each lane. Rows of
+// x consist of 16-byte chunks of 8 k. In shared memory those of 4 pieces are in the order of the steps, so that the 4
+// lanes read 64 adjacent bytes; rows are 64 bytes more than a multiple of 128 apart, so that 8 lanes have no bank
+// conflict.
 #pragma once
 
 #include <cstdint>
@@ -27,7 +28,7 @@ __device__ __forceinline__ uint4 load_elements(const void* from, int count) {
 constexpr int slab_row_bytes(int depth) { return depth * 2 + 64; }
 
 // Copies k = begin, ..., begin + depth - 1 of kRows rows to `memory`; rows that do not exist and k past the end are
-// zeros. Called by all threads of the CTA, which must not use the memory; after the call they may.
+// zeros. Called by all threads of the CTA, which need a barrier before and after it.
 template <int kCodes, int kRows, int kThreads, bool kAligned>
 __device__ __forceinline__ void load_slab(const Operands& x, const RowMap& map, const UnitRows& rows, int begin,
                                           int depth, char* memory) {

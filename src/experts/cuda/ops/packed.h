@@ -36,8 +36,8 @@ struct PackedRowsProduct : RowsProduct {
   int64_t first_column = 0;
 };
 
-// The most rows of a range in the small-M kernels (few_rows/). They read the weights of an expert once per range; more
-// rows take more instructions per weight.
+// The most rows of a range in the small-M kernels (few_rows/) of aligned operands; of others 8. They read the weights
+// of an expert once per range; more rows take more instructions per weight.
 constexpr int64_t rows_of_range(int64_t R, int64_t E) { return R <= 4 * E ? 8 : R <= 10 * E ? 16 : 32; }
 
 // Whether a GEMM of R rows with matrices [E, N, C] reads them packed, by the small-M kernels; else they may be unpacked
@@ -45,7 +45,7 @@ constexpr int64_t rows_of_range(int64_t R, int64_t E) { return R <= 4 * E ? 8 : 
 // Hopper's kernels are as fast or faster.
 inline bool reads_packed(int64_t R, int64_t E, int64_t N, int64_t C, int32_t dtype) {
   constexpr int64_t kMaxRowsPerExpert = 24;       // on average
-  constexpr int64_t kMaxRanges = 640;             // which shared memory lists
+  constexpr int64_t kMaxRanges = 640;             // shared memory lists up to 1461 ranges of 8 rows
   constexpr int64_t kMaxSize = int64_t{1} << 20;  // kernels index in int32
   return (dtype == AB_BFLOAT16 || dtype == AB_FLOAT16) && std::min({R, E, N, C}) > 0 &&
          std::max({R, E, N, C}) <= kMaxSize && E * N <= INT32_MAX && R <= kMaxRowsPerExpert * E &&

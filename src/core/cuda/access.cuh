@@ -54,7 +54,7 @@ __device__ __forceinline__ uint4 load_streaming(const uint4* from) {
   return word;
 }
 
-// The same if the condition holds; else leaves *word.
+// Loads streaming data to *word if the condition holds; else *word keeps its value.
 __device__ __forceinline__ void load_streaming_if(bool condition, const void* from, uint4* word) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.u32 p, %4, 0;\n@p ld.global.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%5];\n}"

@@ -88,7 +88,7 @@ __device__ __forceinline__ void add_chunk(const Chunk<Format>& chunk, const char
   }
 }
 
-// Adds the low-rank term to the lane's sums of the rows.
+// Adds the low-rank term to the lane's sums in shared memory, 8 rows at a time.
 template <class Element>
 __device__ __forceinline__ void add_low_rank(const PackedProduct& p, UnitRows rows, int32_t column, float4* sums) {
 #pragma unroll 1
@@ -178,8 +178,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     }
   };
   // Chunks are loaded in groups of kAhead, one group before they are needed, across rounds. In the last group of a
-  // round some may not exist; these are not used. The loads of a group have no branch of their own: with one, each use
-  // of a chunk waited for all loads.
+  // round some may not exist; these are not used. No branch is around the loads of a group: with one in each load,
+  // warps waited for every chunk (ncu).
   const int group_depth = kChunkDepth * p.team * Shape::kAhead;
   Chunk<Format> chunks[Shape::kAhead];
   WeightLoader<Format, kAligned> loader;

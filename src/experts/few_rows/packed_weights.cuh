@@ -18,9 +18,13 @@ namespace anabranch::cuda::few_rows {
 
 constexpr int kChunkDepth = 128;  // k of a chunk
 
-// A format tells whether a fast way of decoding is right for all of a warp, and decodes a step of a piece.
+// A format decodes the steps of a piece, given the factors of its scales:
 //
-// MXFP4: a piece is a block with one scale, which is loaded with the piece.
+//   kCodes         weights per piece
+//   kScaledPieces  whether each piece has a scale, which is loaded with it
+//   allows_fast()  whether the warp may decode with kFast; called by the whole warp
+//
+// MXFP4: a piece is one block.
 struct Fp4Format {
   static constexpr int kCodes = 32;
   static constexpr bool kScaledPieces = true;
@@ -168,15 +172,15 @@ class WeightLoader {
  private:
   static constexpr int kChunkPieces = 4 * Chunk<Format>::kPieces;
 
-  const char* codes_;  // of the expert
-  const char* scales_;
-  uint32_t piece_;  // counted from there
-  uint32_t part_step_;
+  const char* codes_ = nullptr;  // of the expert
+  const char* scales_ = nullptr;
+  uint32_t piece_ = 0;  // of the lane in part 0, counted from codes_
+  uint32_t part_step_ = 0;
   int32_t left_ = 0;  // pieces of the column from the lane's first on
 };
 
-// The scales of FP8 blocks in a warp's columns, all of which are in one block of columns per part: lane i holds those
-// of the i-th of 32 blocks along k.
+// The scales of FP8 blocks. Lane i holds those of the i-th of 32 blocks along k, one of each part. All columns of the
+// warp in a part must be in one block.
 class BlockScales {
  public:
   __device__ __forceinline__ void load(const PackedMatrices& w, const LaneColumns& columns, int first) {

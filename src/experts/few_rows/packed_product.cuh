@@ -40,6 +40,10 @@ struct PackedShape {
 
 constexpr int kMaxTeam = 8;
 
+// Shared memory of a CTA if x does not fit as a whole. The rest is left to the L1 cache, which loads on their way
+// occupy.
+constexpr int64_t kSlabBytes = 132 << 10;
+
 // Adds the low-rank term of any rank and alignment, in the order of WarpSum.
 template <class Element>
 __device__ __forceinline__ void add_unaligned_low_rank(const Product& p, const UnitRows& rows, int32_t column, int part,
@@ -271,16 +275,19 @@ ab_status launch_packed_product(const char* name, PackedProduct p, const Epilogu
   const int64_t ranges = max_ranges(p.groups.R, p.groups.E, Shape::kRows);
   const size_t others =
       sizeof(float4) * Shape::kThreads * Shape::kRowGroups + sizeof(UnitRows) * static_cast<size_t>(ranges);
-  const int64_t row_bytes =
-      (device.max_block_shared_bytes - static_cast<int64_t>(kStaticBytes + others)) / Shape::kRows;
-  const int64_t max_depth = (row_bytes - slab_row_bytes(0)) / 2;
+  const auto depth_of = [&](int64_t bytes) {
+    return ((bytes - static_cast<int64_t>(kStaticBytes + others)) / Shape::kRows - slab_row_bytes(0)) / 2;
+  };
+  const int64_t k = (p.main.k + kChunkDepth - 1) / kChunkDepth * kChunkDepth;
+  const bool fits = k <= depth_of(device.max_block_shared_bytes);
+  const int64_t max_depth = depth_of(std::min<int64_t>(device.max_block_shared_bytes, kSlabBytes));
   // The team with the least time, in chunks, of the CTA with the most rounds, if all experts have rows. What a round
   // takes beside its chunks is an estimate.
   constexpr int64_t kOfRound = 2;
   const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const int64_t used = std::min<int64_t>(p.groups.R, p.groups.E);
   int64_t least = INT64_MAX;
-  for (int team = 1; team <= kMaxTeam && Shape::kAhead * kChunkDepth * team <= max_depth; team *= 2) {
+  for (int team = 1; team <= kMaxTeam && (fits || Shape::kAhead * kChunkDepth * team <= max_depth); team *= 2) {
     const int64_t rounds = ceil_div(p.slices, Shape::kWarps / team);
     const int64_t chunks = ceil_div(p.main.k, kChunkDepth * team);
     const int64_t time = ceil_div(used * rounds, int64_t{device.multiprocessors}) * (chunks + kOfRound);
@@ -290,10 +297,9 @@ ab_status launch_packed_product(const char* name, PackedProduct p, const Epilogu
     p.rounds = static_cast<int32_t>(rounds);
   }
   if (p.rounds == 0) return error(AB_UNSUPPORTED, "%s: the device has too little shared memory", name);
-  // All of k if it fits; else a multiple of a group, so that no group belongs to two slabs.
-  const int64_t k = (p.main.k + kChunkDepth - 1) / kChunkDepth * kChunkDepth;
+  // Else a multiple of a group, so that no group belongs to two slabs.
   const int64_t step = Shape::kAhead * kChunkDepth * p.team;
-  p.depth = static_cast<int32_t>(k <= max_depth ? k : max_depth / step * step);
+  p.depth = static_cast<int32_t>(fits ? k : max_depth / step * step);
   const size_t shared = static_cast<size_t>(Shape::kRows) * slab_row_bytes(p.depth) + others;
   return launch(name, few_rows_packed_product<Format, Element, Shape, kAligned, Epilogue>,
                 {std::min<int64_t>(ranges * p.rounds, device.multiprocessors), Shape::kThreads, shared, stream, true},

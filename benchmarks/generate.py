@@ -3,6 +3,7 @@
 import argparse
 import gc
 import importlib.util
+import itertools
 import pathlib
 import statistics
 import tempfile
@@ -15,7 +16,8 @@ from benchmarks import flags, timing
 from benchmarks.tables import selected
 
 CAPTION = """tokens/s: generated tokens of all sequences per second of `generate`, with the prompt; prompt ms: until the
-first token; token ms: per further token. Medians of several calls, greedy, sequences of random tokens, eager. by: hf:
+first token; token ms: per further token. Medians of several calls, greedy, sequences of random tokens. cache: dynamic,
+eager; or static, with which Transformers compiles the model and replays CUDA graphs on a GPU. by: hf:
 Transformers' own experts, whose implementation is in the column experts; ours: experts_implementation="anabranch";
 mxfp4: packed experts of ours, from a checkpoint in the format of gpt-oss if packed_config supports this Transformers,
 else packed in the model (column from). All have the same random weights before packing. On a GPU: four layers with the
@@ -32,6 +34,7 @@ OPTIONS = {
         "help": "sequences per batch; default: 1 and 32, with --quick 2",
     },
     "--prompt": {"type": flags.positive, "metavar": "N", "help": "tokens per prompt; default: 128, with --quick 8"},
+    **flags.choices("--cache", ("dynamic", "static"), "caches of keys and values, see the caption; default: dynamic"),
     "--new": {"type": flags.positive, "metavar": "N", "help": "generated tokens; default: 64, with --quick 3"},
 }
 #: The sizes of gpt-oss-20b; the rest are GptOssConfig's defaults.
@@ -85,17 +88,18 @@ def rows(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for by in dict.fromkeys(options.by or BY):
             _free_memory(options.device)
             model, source = _model(by, sizes, dtype, options.device)
-            for batch in batches:
+            for batch, cache in itertools.product(batches, dict.fromkeys(options.cache or ("dynamic",))):
                 yield {
                     "layers,D,F,E,K": _shape(sizes),
                     "dtype": dtype,
                     "by": by,
                     "experts": "packed" if by == "mxfp4" else model.config._experts_implementation,
                     "from": source,
+                    "cache": cache,
                     "batch": batch,
                     "prompt": prompt,
                     "new": new,
-                    **_measure(model, batch, prompt, new, 1 if options.quick else 5),
+                    **_measure(model, batch, prompt, new, cache, 1 if options.quick else 5),
                 }
             del model
 
@@ -184,7 +188,7 @@ def packed_from_checkpoint(model: Any) -> Any:
     return loaded.to(device).eval()
 
 
-def generated(model: Any, batch: int, prompt: int, new: int) -> Any:
+def generated(model: Any, batch: int, prompt: int, new: int, cache: str = "dynamic") -> Any:
     """Returns the tokens [batch, prompt + new] that a model generates after random prompts."""
     import torch
 
@@ -198,10 +202,11 @@ def generated(model: Any, batch: int, prompt: int, new: int) -> Any:
         min_new_tokens=new,
         max_new_tokens=new,
         eos_token_id=None,
+        cache_implementation=None if cache == "dynamic" else cache,
     )
 
 
-def _measure(model: Any, batch: int, prompt: int, new: int, repeats: int) -> dict[str, Any]:
+def _measure(model: Any, batch: int, prompt: int, new: int, cache: str, repeats: int) -> dict[str, Any]:
     """Times `generate`, and returns the columns of a row."""
     import torch
 
@@ -212,12 +217,13 @@ def _measure(model: Any, batch: int, prompt: int, new: int, repeats: int) -> dic
     def seconds(count: int) -> float:
         def once() -> float:
             start = time.perf_counter()
-            generated(model, batch, prompt, count)
+            generated(model, batch, prompt, count, cache)
             if on_gpu:
                 torch.cuda.synchronize()
             return time.perf_counter() - start
 
-        once()
+        for _ in range(2):  # the second call of a compiled model still records graphs
+            once()
         return statistics.median(once() for _ in range(repeats))
 
     first, every = seconds(1), seconds(new)
@@ -237,7 +243,7 @@ def _weight_bytes(model: Any) -> int:
 
 def tables(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Returns one table per sizes, dtype and batch."""
-    names = ("by", "experts", "from", "tokens/s", "prompt ms", "token ms", "weights GiB", "peak GiB")
+    names = ("by", "experts", "from", "cache", "tokens/s", "prompt ms", "token ms", "weights GiB", "peak GiB")
     found: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         title = "layers,D,F,E,K {layers,D,F,E,K}, {dtype}, batch {batch}, prompt {prompt}, {new} new tokens"

@@ -57,7 +57,7 @@ RUNS = {
         ["step ms", "tokens/s", "planned GiB", "bits"],
     ),
     "decode": (["--shape", TINY, "--tokens", "3", "--rank", "2", *FLOAT32], ["layer", "x floor", "experts", "r = 2"]),
-    "generate": (["--by", "hf", "--by", "ours", *FLOAT32], ["tokens/s", "prompt ms", "weights GiB"]),
+    "generate": (["--by", "hf", "--by", "ours", *FLOAT32], ["cache", "tokens/s", "prompt ms", "weights GiB"]),
 }
 
 
@@ -222,7 +222,7 @@ def test_help_has_the_operations_own_options_alone(operation, capsys):
         "mesh": {"--shape", "--tokens", "--routing", "--by", "--transport"},
         "train_transformers": {"--shape", "--tokens", "--by", "--transport"},
         "profile": {"--shape", "--tokens", "--by", "--out"},
-        "generate": {"--by", "--batch", "--prompt", "--new"},
+        "generate": {"--by", "--batch", "--prompt", "--cache", "--new"},
     }[operation]
     assert said - {"--device", "--dtype", "--quick", "--json", "--busy"} == own
 

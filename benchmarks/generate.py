@@ -16,9 +16,9 @@ from benchmarks import flags, timing
 from benchmarks.tables import selected
 
 CAPTION = """tokens/s: generated tokens of all sequences per second of `generate`, with the prompt; prompt ms: until the
-first token; token ms: per further token. Medians of several calls, greedy, sequences of random tokens. cache: dynamic,
-eager; or static, with which Transformers compiles the model and replays CUDA graphs on a GPU. by: hf:
-Transformers' own experts, whose implementation is in the column experts; ours: experts_implementation="anabranch";
+first token; token ms: per further token. Medians of several calls, greedy, sequences of random tokens. cache: of keys
+and values; dynamic: the model runs eagerly; static: Transformers compiles the model on a GPU. by: hf: Transformers' own
+experts, whose implementation is in the column experts; ours: experts_implementation="anabranch";
 mxfp4: packed experts of ours, from a checkpoint in the format of gpt-oss if packed_config supports this Transformers,
 else packed in the model (column from). All have the same random weights before packing. On a GPU: four layers with the
 sizes of gpt-oss-20b. weights: of the whole model; peak: of the device's memory during generation"""
@@ -34,7 +34,7 @@ OPTIONS = {
         "help": "sequences per batch; default: 1 and 32, with --quick 2",
     },
     "--prompt": {"type": flags.positive, "metavar": "N", "help": "tokens per prompt; default: 128, with --quick 8"},
-    **flags.choices("--cache", ("dynamic", "static"), "caches of keys and values, see the caption; default: dynamic"),
+    **flags.choices("--cache", ("dynamic", "static"), "caches of keys and values; default: dynamic"),
     "--new": {"type": flags.positive, "metavar": "N", "help": "generated tokens; default: 64, with --quick 3"},
 }
 #: The sizes of gpt-oss-20b; the rest are GptOssConfig's defaults.
@@ -222,7 +222,7 @@ def _measure(model: Any, batch: int, prompt: int, new: int, cache: str, repeats:
                 torch.cuda.synchronize()
             return time.perf_counter() - start
 
-        for _ in range(2):  # the second call of a compiled model still records graphs
+        for _ in range(2):  # compilation may also take place in the second call
             once()
         return statistics.median(once() for _ in range(repeats))
 

@@ -40,8 +40,8 @@ struct PackedShape {
 
 constexpr int kMaxTeam = 8;
 
-// Shared memory of a CTA if x does not fit as a whole. The rest is left to the L1 cache, which loads on their way
-// occupy.
+// The most shared memory of a CTA whose rows of x do not fit with all of k. The L1 cache gets the rest of the SM's
+// memory. It holds the lines of weights that are being loaded.
 constexpr int64_t kSlabBytes = 132 << 10;
 
 // Adds the low-rank term of any rank and alignment, in the order of WarpSum.
@@ -275,12 +275,13 @@ ab_status launch_packed_product(const char* name, PackedProduct p, const Epilogu
   const int64_t ranges = max_ranges(p.groups.R, p.groups.E, Shape::kRows);
   const size_t others =
       sizeof(float4) * Shape::kThreads * Shape::kRowGroups + sizeof(UnitRows) * static_cast<size_t>(ranges);
-  const auto depth_of = [&](int64_t bytes) {
+  // The greatest k of a slab in a number of bytes of shared memory.
+  const auto depth_in = [&](int64_t bytes) {
     return ((bytes - static_cast<int64_t>(kStaticBytes + others)) / Shape::kRows - slab_row_bytes(0)) / 2;
   };
   const int64_t k = (p.main.k + kChunkDepth - 1) / kChunkDepth * kChunkDepth;
-  const bool fits = k <= depth_of(device.max_block_shared_bytes);
-  const int64_t max_depth = depth_of(std::min<int64_t>(device.max_block_shared_bytes, kSlabBytes));
+  const bool fits = k <= depth_in(device.max_block_shared_bytes);
+  const int64_t max_depth = depth_in(std::min<int64_t>(device.max_block_shared_bytes, kSlabBytes));
   // The team with the least time, in chunks, of the CTA with the most rounds, if all experts have rows. What a round
   // takes beside its chunks is an estimate.
   constexpr int64_t kOfRound = 2;
@@ -297,7 +298,7 @@ ab_status launch_packed_product(const char* name, PackedProduct p, const Epilogu
     p.rounds = static_cast<int32_t>(rounds);
   }
   if (p.rounds == 0) return error(AB_UNSUPPORTED, "%s: the device has too little shared memory", name);
-  // Else a multiple of a group, so that no group belongs to two slabs.
+  // If k does not fit, a slab is a multiple of a group of chunks, so that no group belongs to two slabs.
   const int64_t step = Shape::kAhead * kChunkDepth * p.team;
   p.depth = static_cast<int32_t>(fits ? k : max_depth / step * step);
   const size_t shared = static_cast<size_t>(Shape::kRows) * slab_row_bytes(p.depth) + others;

@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kMaxSlots = 4096;
 constexpr int kMaxRows = 4 * kMaxSlots;
-constexpr int kMinWarps = 8;
+constexpr int kWarpsOfExperts = 8;  // at most, for the sums over experts
 constexpr int kMaxWarps = 32;
 constexpr int kMaxCounters = 12 << 10;
 
@@ -26,8 +26,10 @@ struct SmallPlan {
   int expert_bits = 0;
 };
 
-int num_warps(int64_t slots) {
-  return static_cast<int>(std::clamp<int64_t>((slots + kWarp - 1) / kWarp, kMinWarps, kMaxWarps));
+int num_warps(int64_t slots, int64_t E) {
+  const auto warps = [](int64_t threads) { return (threads + kWarp - 1) / kWarp; };
+  const int64_t least = std::clamp<int64_t>(warps(E), 1, kWarpsOfExperts);
+  return static_cast<int>(std::clamp<int64_t>(warps(slots), least, kMaxWarps));
 }
 
 // If the weights of other layers have evicted the code from the caches, it takes longer to load the code than to run
@@ -83,7 +85,7 @@ __global__ void __launch_bounds__(kMaxWarps* kWarp, 1) place_small_plan(const Sm
       count += warp_count;
     }
     int32_t total;
-    const int32_t start = placed + sum_before(count, &total);
+    const int32_t start = placed + sum_before(count, &total, min(threads, plan.E + kWarp - 1) / kWarp);
     placed += total;
     if (e >= plan.E) continue;
     starts[e] = start;
@@ -115,7 +117,7 @@ bool fits_few_tokens(const PlanCall& call) {
   const int64_t slots = call.maps.T * call.maps.K;
   return call.format == SlotFormat::experts && call.row_id_map == nullptr && call.regions.experts == call.E &&
          call.regions.align == 1 && slots <= kMaxSlots && call.regions.rows <= kMaxRows &&
-         num_warps(slots) * call.E <= kMaxCounters;
+         num_warps(slots, call.E) * call.E <= kMaxCounters;
 }
 
 ab_status plan_few_tokens(const PlanCall& call, int expert_bits, cudaStream_t stream) {
@@ -125,7 +127,7 @@ ab_status plan_few_tokens(const PlanCall& call, int expert_bits, cudaStream_t st
   plan.rows = static_cast<int>(call.regions.rows);
   plan.E = static_cast<int>(call.E);
   plan.expert_bits = expert_bits;
-  const int warps = num_warps(plan.slots);
+  const int warps = num_warps(plan.slots, plan.E);
   plan.slots_per_warp = (plan.slots + warps * kWarp - 1) / (warps * kWarp) * kWarp;
   const size_t shared = static_cast<size_t>((1 + warps) * plan.E + 2 * plan.slots) * sizeof(int32_t);
   return launch("plan", place_small_plan, {1, warps * kWarp, shared, stream, true}, plan);

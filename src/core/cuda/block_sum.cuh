@@ -6,9 +6,10 @@
 namespace anabranch::cuda {
 
 // Exclusive prefix sum over the threads of a block; *total is the sum over all threads. All threads of the block must
-// call it; the block consists of whole warps. Consecutive calls need no barrier between them.
+// call it; the block consists of whole warps. Consecutive calls need no barrier between them. Values of the warps from
+// the `active`-th on must be 0.
 template <class T>
-__device__ T sum_before(T value, T* total) {
+__device__ T sum_before(T value, T* total, int active) {
   __shared__ T warps[kWarp];
   T sum = value;
 #pragma unroll
@@ -21,11 +22,16 @@ __device__ T sum_before(T value, T* total) {
   __syncthreads();
   T before = sum - value;
   *total = 0;
-  for (int warp = 0; warp < static_cast<int>(blockDim.x) / kWarp; ++warp) {
+  for (int warp = 0; warp < active; ++warp) {
     if (warp < warp_index()) before += warps[warp];
     *total += warps[warp];
   }
   return before;
+}
+
+template <class T>
+__device__ T sum_before(T value, T* total) {
+  return sum_before(value, total, static_cast<int>(blockDim.x) / kWarp);
 }
 
 }  // namespace anabranch::cuda

@@ -12,6 +12,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "core/cuda/divisor.h"
+#include "core/cuda/named_barrier.cuh"
 #include "experts/few_rows/packed_weights.cuh"
 #include "experts/few_rows/product.cuh"
 #include "experts/few_rows/row_slab.cuh"
@@ -23,7 +25,11 @@ struct PackedProduct : Product {
   PackedMatrices packed;
   int32_t first_column = 0;         // of the stored columns
   int32_t team = 1;                 // warps: a power of 2 that divides those of the CTA
+  int32_t team_bits = 0;            // log2 of it
   int32_t rounds = 0;               // per range
+  Divisor by_rounds;
+  Divisor by_blocks;
+  bool has_one_source = false;      // all rows of x are the same one, and all its k fit into shared memory
   int32_t depth = 0;                // k of a slab
   bool has_aligned_chunks = false;  // the low-rank term, for WarpSum
 };
@@ -38,7 +44,7 @@ struct PackedShape {
   static constexpr int kAhead = Chunk<Format>::kPieces == 1 ? 3 : 2;  // chunks of a warp on their way
 };
 
-constexpr int kMaxTeam = 8;
+constexpr int kMaxTeamBits = 3;
 
 // The most shared memory of a CTA whose rows of x do not fit with all of k. The L1 cache gets the rest of the SM's
 // memory. It holds the lines of weights that are being loaded.
@@ -98,7 +104,7 @@ __device__ __forceinline__ void add_low_rank(const PackedProduct& p, UnitRows ro
 #pragma unroll 1
   for (; rows.begin < rows.end; rows.begin += 8, sums += kWarp) {
     float of_group[4] = {sums->x, sums->y, sums->z, sums->w};
-    const int part = warp_index() % p.team;
+    const int part = warp_index() & (p.team - 1);
     if (p.has_aligned_chunks) {
       WarpSum<Element>(p, p.low_rank, rows, column).run(part, p.team, of_group);
     } else {
@@ -109,13 +115,15 @@ __device__ __forceinline__ void add_low_rank(const PackedProduct& p, UnitRows ro
 }
 
 // Adds up the sums of a team's warps, which begin at `memory`, and calls the epilogue like write_results() in
-// product.cuh. Called by all threads of the team. sums_up: whether there are sums; else the results are zeros.
+// product.cuh. Called by all threads of the team. sums_up: whether there are sums; else the results are zeros. part: of
+// the warp in the team, in any order.
 template <int kRowGroups, class Epilogue>
 __device__ __forceinline__ void write_results_of_team(const PackedProduct& p, const UnitRows& rows, int32_t column,
-                                                      bool sums_up, const float4* memory, const Epilogue& epilogue) {
+                                                      bool sums_up, int part, const float4* memory,
+                                                      const Epilogue& epilogue) {
   const int unit_column = lane_index() % kColumns;
 #pragma unroll 1
-  for (int i = warp_index() % p.team * 4 + lane_index() / kColumns; i < 8 * kRowGroups; i += p.team * 4) {
+  for (int i = part * 4 + lane_index() / kColumns; i < 8 * kRowGroups; i += p.team * 4) {
     const int32_t row = rows.begin + i;
     if (row >= rows.end) break;
     float parts[2] = {};
@@ -139,6 +147,22 @@ __device__ __forceinline__ void write_results_of_team(const PackedProduct& p, co
   }
 }
 
+// A round of a CTA.
+struct Round {
+  int32_t number;
+  int32_t range;
+  int32_t in_range;
+
+  __device__ __forceinline__ Round(const PackedProduct& p, int32_t first)
+      : number(first), range(p.by_rounds.quotient(first)), in_range(first - range * p.rounds) {}
+  __device__ __forceinline__ void advance(int32_t rounds) {
+    ++number;
+    if (++in_range < rounds) return;
+    in_range = 0;
+    ++range;
+  }
+};
+
 template <class Format, class Element, class Shape, bool kAligned, class Epilogue>
 __global__ void __launch_bounds__(Shape::kThreads, 1)
     few_rows_packed_product(const __grid_constant__ PackedProduct p, const __grid_constant__ Epilogue epilogue) {
@@ -147,77 +171,85 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   char* const slab = dynamic_shared_array<char>();
   auto* const sums = reinterpret_cast<float4*>(slab + Shape::kRows * row_bytes);
   auto* const list = reinterpret_cast<UnitRows*>(sums + Shape::kWarps * kRowGroups * kWarp);
+  const auto start_slab = [&](const auto& source_of, int first) {
+    load_slab<Format::kCodes, Shape::kRows, Shape::kThreads, kAligned>(p.main, source_of, first, p.depth, slab);
+  };
   wait_for_previous_kernel();
   let_next_kernel_start();
-  const int32_t ranges = list_rows<Shape::kRows>(p, list);
-  const int teams = Shape::kWarps / p.team;
-  const int part = warp_index() % p.team;
-  const int32_t team = warp_index() / p.team;
-  const int64_t rounds = int64_t{ranges} * p.rounds;
-  const auto end = static_cast<int32_t>(rounds * (blockIdx.x + 1) / gridDim.x);
-  const auto begin = static_cast<int32_t>(rounds * blockIdx.x / gridDim.x);
-  const auto column_of = [&](int32_t round) { return (round % p.rounds * teams + team) * p.columns.unit_columns(); };
-  const auto lane_columns = [&](int32_t round) {
+  if (p.has_one_source) start_slab([](int i) { return i == 0 ? 0 : -1; }, 0);
+  const int32_t rounds = list_rows<Shape::kRows>(p, list) * p.rounds;
+  const int32_t teams = Shape::kWarps >> p.team_bits;
+  const int32_t team = warp_index() >> p.team_bits;
+  const int part = warp_index() & (p.team - 1);
+  // The first CTAs have one round more if the division has a rest.
+  const auto block = static_cast<int32_t>(blockIdx.x);
+  const int32_t per_block = p.by_blocks.quotient(rounds);
+  const int32_t rest = rounds - per_block * static_cast<int32_t>(gridDim.x);
+  const int32_t begin = block * per_block + min(block, rest);
+  const int32_t end = begin + per_block + (block < rest ? 1 : 0);
+  const auto column_of = [&](const Round& round) { return (round.in_range * teams + team) * p.columns.unit_columns(); };
+  const auto lane_columns = [&](const Round& round) {
     const int32_t column = column_of(round) + lane_index() / 4;
     const auto stored = static_cast<int32_t>(p.columns.stored(column, 0));
     const auto part_step = static_cast<int32_t>(p.columns.stored(column, 1)) - stored;
-    return LaneColumns{list[round / p.rounds].expert, p.first_column + stored, part_step};
-  };
-  // Returns the first round from `round` on in which the warp sums up; else `end`.
-  const auto next_with_work = [&](int32_t round) {
-    while (round < end &&
-           (column_of(round) >= p.columns.columns || !has_rows<Shape::kRows>(p, list[round / p.rounds]))) {
-      ++round;
-    }
-    return round;
+    return LaneColumns{list[round.range].expert, p.first_column + stored, part_step};
   };
 
   float4* const of_lane = sums + warp_index() * kRowGroups * kWarp + lane_index();
-  const char* const x = slab + lane_index() / 4 * row_bytes + lane_index() % 4 * 16;
+  const int row_step = p.has_one_source ? 0 : row_bytes;
+  const char* const x = slab + lane_index() / 4 * row_step + lane_index() % 4 * 16;
   const auto sync_team = [&] {
     if (p.team == 1) {
       __syncwarp();
     } else {
-      __syncthreads();
+      sync_some_warps(1 + team, p.team);
     }
   };
   // Chunks are loaded in groups of kAhead, one group before they are needed, across rounds. In the last group of a
   // round some may not exist; these are not used. No branch is around the loads of a group: with one in each load,
   // warps waited for every chunk (ncu).
   const int group_depth = kChunkDepth * p.team * Shape::kAhead;
+  const int groups_of_round = (p.main.k + group_depth - 1) / group_depth;
   Chunk<Format> chunks[Shape::kAhead];
   WeightLoader<Format, kAligned> loader;
-  int32_t loaded_round = begin - 1;
+  Round next(p, begin);  // whose chunks have not been loaded
   int groups_to_load = 0;
   const auto begin_group = [&] {
     if (groups_to_load-- > 0) return;
-    loaded_round = next_with_work(loaded_round + 1);
-    if (loaded_round < end) {
-      loader.begin(p.packed, lane_columns(loaded_round), part);
-      groups_to_load = (p.main.k + group_depth - 1) / group_depth - 1;
+    // The next round in which the warp sums up.
+    while (next.number < end &&
+           (column_of(next) >= p.columns.columns || !has_rows<Shape::kRows>(p, list[next.range]))) {
+      next.advance(p.rounds);
+    }
+    if (next.number < end) {
+      loader.begin(p.packed, lane_columns(next), part);
+      groups_to_load = groups_of_round - 1;
+      next.advance(p.rounds);
     } else {
       loader.end();
       groups_to_load = INT32_MAX;
     }
   };
   BlockScales block_scales;
-  const auto load_block_scales = [&](int32_t round, int first) {
+  const auto load_block_scales = [&](const Round& round, int first) {
     if constexpr (!Format::kScaledPieces) {
       if (const LaneColumns columns = lane_columns(round); columns.expert != kNoExpert) {
         block_scales.load(p.packed, columns, first);
       }
     }
   };
-  if (begin < end) load_block_scales(begin, 0);
+  Round round(p, begin);
+  if (begin < end) load_block_scales(round, 0);
   begin_group();
 #pragma unroll
   for (Chunk<Format>& chunk : chunks) loader.load(p.team, &chunk);
   int32_t range = -1;  // whose slab is in shared memory
 #pragma unroll 1
-  for (int32_t round = begin; round < end; ++round) {
-    const UnitRows rows = list[round / p.rounds];
+  while (round.number < end) {
+    const UnitRows rows = list[round.range];
+    const int32_t column = column_of(round);
     const bool sums_up = has_rows<Shape::kRows>(p, rows);
-    const bool is_active = column_of(round) < p.columns.columns;
+    const bool is_active = column < p.columns.columns;
     if (sums_up) {
       float acc[kRowGroups][4] = {};
       const auto add = [&](Chunk<Format>& chunk, int index, const char* at) {
@@ -226,18 +258,26 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
           chunk.scales = {block_scales.of(0, index), block_scales.of(1, index)};
         }
         if (Format::template allows_fast<Element>(chunk.scales)) {
-          add_chunk<Format, Element, kRowGroups, true>(chunk, at, 8 * row_bytes, acc);
+          add_chunk<Format, Element, kRowGroups, true>(chunk, at, 8 * row_step, acc);
         } else {
-          add_chunk<Format, Element, kRowGroups, false>(chunk, at, 8 * row_bytes, acc);
+          add_chunk<Format, Element, kRowGroups, false>(chunk, at, 8 * row_step, acc);
         }
       };
 #pragma unroll 1
       for (int first = 0; first < p.main.k; first += p.depth) {
-        if (range != round / p.rounds || p.depth < p.main.k) {
+        if ((range != round.range && !(p.has_one_source && range >= 0)) || p.depth < p.main.k) {
+          if (!p.has_one_source) {
+            __syncthreads();
+            const auto source_of = [&](int i) {
+              const int32_t row = rows.begin + i;
+              if (row >= rows.end) return -1;
+              return p.main.gathers ? p.map.source_of(max(p.map.slot_of(row), 0)) : row;
+            };
+            start_slab(source_of, first);
+          }
+          wait_for_copies<0>();
           __syncthreads();
-          load_slab<Format::kCodes, Shape::kRows, Shape::kThreads, kAligned>(p.main, p.map, rows, first, p.depth, slab);
-          __syncthreads();
-          range = round / p.rounds;
+          range = round.range;
         }
         if (!is_active) continue;
         const int count = (min(p.depth, p.main.k - first) + kChunkDepth - 1) / kChunkDepth;
@@ -252,18 +292,21 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
           }
         }
       }
+      sync_team();  // the sums of the previous round have been read
 #pragma unroll
       for (int group = 0; group < kRowGroups; ++group) {
         of_lane[group * kWarp] = {acc[group][0], acc[group][1], acc[group][2], acc[group][3]};
       }
-      if (is_active && p.low_rank.k > 0) add_low_rank<Element>(p, rows, column_of(round), of_lane);
+      if (is_active && p.low_rank.k > 0) add_low_rank<Element>(p, rows, column, of_lane);
+      sync_team();
     }
-    if (round + 1 < end) load_block_scales(round + 1, 0);
-    sync_team();
-    write_results_of_team<kRowGroups>(p, rows, column_of(round), sums_up, sums + team * p.team * kRowGroups * kWarp,
-                                      epilogue);
-    sync_team();
+    // Each round another warp of the team has the first rows, since most ranges have few.
+    write_results_of_team<kRowGroups>(p, rows, column, sums_up, (part + round.number) & (p.team - 1),
+                                      sums + team * p.team * kRowGroups * kWarp, epilogue);
+    round.advance(p.rounds);
+    if (round.number < end) load_block_scales(round, 0);
   }
+  wait_for_copies<0>();
 }
 
 template <class Format, class Element, class Shape, bool kAligned, class Epilogue>
@@ -282,29 +325,35 @@ ab_status launch_packed_product(const char* name, PackedProduct p, const Epilogu
   const int64_t k = (p.main.k + kChunkDepth - 1) / kChunkDepth * kChunkDepth;
   const bool fits = k <= depth_in(device.max_block_shared_bytes);
   const int64_t max_depth = depth_in(std::min<int64_t>(device.max_block_shared_bytes, kSlabBytes));
-  // The team with the least time, in chunks, of the CTA with the most rounds, if all experts have rows. What a round
-  // takes beside its chunks is an estimate.
-  constexpr int64_t kOfRound = 2;
+  // The team with the least time, in halves of a chunk, of the CTA with the most rounds, if all experts have rows. What
+  // a round takes beside its chunks is an estimate.
+  constexpr int64_t kOfRound = 3;
   const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const int64_t used = std::min<int64_t>(p.groups.R, p.groups.E);
   int64_t least = INT64_MAX;
-  for (int team = 1; team <= kMaxTeam && (fits || Shape::kAhead * kChunkDepth * team <= max_depth); team *= 2) {
+  for (int bits = 0; bits <= kMaxTeamBits; ++bits) {
+    const int team = 1 << bits;
+    if (!fits && Shape::kAhead * kChunkDepth * team > max_depth) break;
     const int64_t rounds = ceil_div(p.slices, Shape::kWarps / team);
     const int64_t chunks = ceil_div(p.main.k, kChunkDepth * team);
-    const int64_t time = ceil_div(used * rounds, int64_t{device.multiprocessors}) * (chunks + kOfRound);
+    const int64_t time = ceil_div(used * rounds, int64_t{device.multiprocessors}) * (2 * chunks + kOfRound);
     if (time >= least) continue;
     least = time;
     p.team = team;
+    p.team_bits = bits;
     p.rounds = static_cast<int32_t>(rounds);
   }
   if (p.rounds == 0) return error(AB_UNSUPPORTED, "%s: the device has too little shared memory", name);
   // If k does not fit, a slab is a multiple of a group of chunks, so that no group belongs to two slabs.
   const int64_t step = Shape::kAhead * kChunkDepth * p.team;
   p.depth = static_cast<int32_t>(fits ? k : max_depth / step * step);
+  p.has_one_source = p.main.gathers && p.map.sources() == 1 && fits;
+  p.by_rounds = Divisor(p.rounds);
+  const int64_t blocks = std::min<int64_t>(ranges * p.rounds, device.multiprocessors);
+  p.by_blocks = Divisor(static_cast<int32_t>(blocks));
   const size_t shared = static_cast<size_t>(Shape::kRows) * slab_row_bytes(p.depth) + others;
   return launch(name, few_rows_packed_product<Format, Element, Shape, kAligned, Epilogue>,
-                {std::min<int64_t>(ranges * p.rounds, device.multiprocessors), Shape::kThreads, shared, stream, true},
-                p, epilogue);
+                {blocks, Shape::kThreads, shared, stream, true}, p, epilogue);
 }
 
 // Whether data is 16-byte aligned.

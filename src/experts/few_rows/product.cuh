@@ -86,6 +86,7 @@ __device__ __forceinline__ int32_t list_rows(const Product& p, UnitRows* list) {
   const int32_t R = p.groups.R;
   const auto units_of = [](int64_t rows) { return (rows + kUnitRows - 1) / kUnitRows; };
   const auto is_listed = [&](int32_t group) { return group >= p.groups.first && group <= p.groups.last; };
+  const int warps = min(threads, p.groups.E + kWarp - 1) / kWarp;  // that have groups
   int32_t end_of_all = 0;
   int32_t count = 0;
 #pragma unroll 1
@@ -94,13 +95,13 @@ __device__ __forceinline__ int32_t list_rows(const Product& p, UnitRows* list) {
     const int64_t size = group < p.groups.E ? min(max(p.groups.sizes[group], 0), R) : 0;
     // Sum rows (low half) and units (high half) at once. Group sizes that exceed R need a second sum.
     int64_t total;
-    const int64_t before = sum_before(size | (is_listed(group) ? units_of(size) : 0) << 32, &total);
+    const int64_t before = sum_before(size | (is_listed(group) ? units_of(size) : 0) << 32, &total, warps);
     const auto begin = static_cast<int32_t>(min(end_of_all + (before & 0xffffffff), int64_t{R}));
     const auto end = static_cast<int32_t>(min(begin + size, int64_t{R}));
     int32_t place = count + static_cast<int32_t>(before >> 32);
     auto units = static_cast<int32_t>(total >> 32);
     if (end_of_all + (total & 0xffffffff) > R) {
-      place = count + sum_before(is_listed(group) ? static_cast<int32_t>(units_of(end - begin)) : 0, &units);
+      place = count + sum_before(is_listed(group) ? static_cast<int32_t>(units_of(end - begin)) : 0, &units, warps);
     }
     end_of_all = static_cast<int32_t>(min(end_of_all + (total & 0xffffffff), int64_t{R}));
     count += units;

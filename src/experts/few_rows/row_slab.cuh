@@ -27,23 +27,23 @@ __device__ __forceinline__ uint4 load_elements(const void* from, int count) {
 // The distance of rows in shared memory, for slabs of `depth` k: a multiple of 128.
 constexpr int slab_row_bytes(int depth) { return depth * 2 + 64; }
 
-// Copies k = begin, ..., begin + depth - 1 of kRows rows to `memory`; rows that do not exist and k past the end are
-// zeros. Called by all threads of the CTA, which need a barrier before and after it.
-template <int kCodes, int kRows, int kThreads, bool kAligned>
-__device__ __forceinline__ void load_slab(const Operands& x, const RowMap& map, const UnitRows& rows, int begin,
-                                          int depth, char* memory) {
+// Starts to copy k = begin, ..., begin + depth - 1 of kRows rows to `memory`; rows that do not exist and k past the end
+// are zeros. Called by all threads of the CTA, which need a barrier before it, and wait_for_copies() and a barrier after
+// it. source_of: the row of x of the i-th row of the slab; -1: it does not exist.
+template <int kCodes, int kRows, int kThreads, bool kAligned, class SourceOf>
+__device__ __forceinline__ void load_slab(const Operands& x, const SourceOf& source_of, int begin, int depth,
+                                          char* memory) {
   constexpr int kThreadsPerRow = kThreads / kRows;
   constexpr int kSteps = kCodes / 8;
   static_assert(kThreadsPerRow % (4 * kSteps) == 0, "a thread has the same place in all pieces");
   const int lane = static_cast<int>(threadIdx.x) % kThreadsPerRow;
   const int in_unit = static_cast<int>(threadIdx.x) / kThreadsPerRow;
-  const int32_t row = rows.begin + in_unit;
-  const bool exists = row < rows.end;
-  const int32_t source = exists && x.gathers ? map.source_of(max(map.slot_of(row), 0)) : exists ? row : 0;
+  const int32_t source = source_of(in_unit);
+  const bool exists = source >= 0;
   const int in_pieces = lane % (4 * kSteps);
   const int place = lane - in_pieces + in_pieces % kSteps * 4 + in_pieces / kSteps;
   char* to = memory + in_unit * slab_row_bytes(depth) + place * 16;
-  const char* from = static_cast<const char*>(x.x) + (int64_t{source} * x.k + begin) * 2 + lane * 16;
+  const char* from = static_cast<const char*>(x.x) + (int64_t{max(source, 0)} * x.k + begin) * 2 + lane * 16;
   const int chunks = exists ? min(depth, x.k - begin) / 8 : 0;
   if constexpr (kAligned) {
     auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
@@ -54,7 +54,6 @@ __device__ __forceinline__ void load_slab(const Operands& x, const RowMap& map, 
       from += kThreadsPerRow * 16;
     }
     end_copy_group();
-    wait_for_copies<0>();
   } else {
 #pragma unroll 1
     for (int i = lane; i < depth / 8; i += kThreadsPerRow) {

@@ -171,12 +171,8 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   char* const slab = dynamic_shared_array<char>();
   auto* const sums = reinterpret_cast<float4*>(slab + Shape::kRows * row_bytes);
   auto* const list = reinterpret_cast<UnitRows*>(sums + Shape::kWarps * kRowGroups * kWarp);
-  const auto start_slab = [&](const auto& source_of, int first) {
-    load_slab<Format::kCodes, Shape::kRows, Shape::kThreads, kAligned>(p.main, source_of, first, p.depth, slab);
-  };
   wait_for_previous_kernel();
   let_next_kernel_start();
-  if (p.has_one_source) start_slab([](int i) { return i == 0 ? 0 : -1; }, 0);
   const int32_t rounds = list_rows<Shape::kRows>(p, list) * p.rounds;
   const int32_t teams = Shape::kWarps >> p.team_bits;
   const int32_t team = warp_index() >> p.team_bits;
@@ -265,17 +261,15 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
       };
 #pragma unroll 1
       for (int first = 0; first < p.main.k; first += p.depth) {
-        if ((range != round.range && !(p.has_one_source && range >= 0)) || p.depth < p.main.k) {
-          if (!p.has_one_source) {
-            __syncthreads();
-            const auto source_of = [&](int i) {
-              const int32_t row = rows.begin + i;
-              if (row >= rows.end) return -1;
-              return p.main.gathers ? p.map.source_of(max(p.map.slot_of(row), 0)) : row;
-            };
-            start_slab(source_of, first);
-          }
-          wait_for_copies<0>();
+        if (p.depth < p.main.k || (range != round.range && (range < 0 || !p.has_one_source))) {
+          const auto source_of = [&](int i) {
+            if (p.has_one_source) return i == 0 ? 0 : -1;
+            const int32_t row = rows.begin + i;
+            if (row >= rows.end) return -1;
+            return p.main.gathers ? p.map.source_of(max(p.map.slot_of(row), 0)) : row;
+          };
+          __syncthreads();
+          load_slab<Format, Shape::kRows, Shape::kThreads, kAligned>(p.main, source_of, first, p.depth, slab);
           __syncthreads();
           range = round.range;
         }
@@ -306,7 +300,6 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
     round.advance(p.rounds);
     if (round.number < end) load_block_scales(round, 0);
   }
-  wait_for_copies<0>();
 }
 
 template <class Format, class Element, class Shape, bool kAligned, class Epilogue>

@@ -21,12 +21,14 @@ constexpr int kChunkDepth = 128;  // k of a chunk
 // A format decodes the steps of a piece, given the factors of its scales:
 //
 //   kCodes         weights per piece
+//   kApart         decode() returns k = i and i + 4 in word i, else 2 i and 2 i + 1
 //   kScaledPieces  whether each piece has a scale, which is loaded with it
 //   allows_fast()  whether the warp may decode with kFast; called by the whole warp
 //
 // MXFP4: a piece is one block.
 struct Fp4Format {
   static constexpr int kCodes = 32;
+  static constexpr bool kApart = true;
   static constexpr bool kScaledPieces = true;
 
   struct Scales {
@@ -36,7 +38,7 @@ struct Fp4Format {
     uint32_t parts[2];  // pairs of bfloat16
   };
 
-  // decode_codes() yields 2^-126 times the values of codes. If no scale of the warp is 128 or more, one factor restores
+  // decode_codes_apart() yields 2^-126 times the values of codes. If no scale of the warp is 128 or more, one factor restores
   // both powers of 2: the fast way for bfloat16.
   template <class Element>
   static __device__ __forceinline__ bool allows_fast(const Scales& scales) {
@@ -58,7 +60,7 @@ struct Fp4Format {
   template <class Element, bool kFast>
   static __device__ __forceinline__ EightElements decode(const uint4& piece, int step, const Factors& factors,
                                                          int part) {
-    EightElements eight = decode_codes(step == 0 ? piece.x : step == 1 ? piece.y : step == 2 ? piece.z : piece.w);
+    EightElements eight = decode_codes_apart(step == 0 ? piece.x : step == 1 ? piece.y : step == 2 ? piece.z : piece.w);
     const uint32_t factor = factors.parts[part];
 #pragma unroll
     for (uint32_t& word : eight.words) {
@@ -78,6 +80,7 @@ struct Fp4Format {
 // FP8 blocks: a chunk of one part is in one block, because a part begins at a multiple of 128 columns.
 struct Fp8Format {
   static constexpr int kCodes = 16;
+  static constexpr bool kApart = false;
   static constexpr bool kScaledPieces = false;
 
   struct Scales {

@@ -1,14 +1,15 @@
 // Rows of x in shared memory: all of k, or a slab of it at a time.
 //
 // The 4 lanes of a column have adjacent pieces of weights, of kCodes k each, and a step takes 8 k of each lane. Rows of
-// x consist of 16-byte chunks of 8 k. In shared memory those of 4 pieces are in the order of the steps, so that the 4
-// lanes read 64 adjacent bytes; rows are 64 bytes more than a multiple of 128 apart, so that 8 lanes have no bank
-// conflict.
+// x consist of 16-byte chunks of 8 k, which have the order of the words that a format decodes to. In shared memory those
+// of 4 pieces are in the order of the steps, so that the 4 lanes read 64 adjacent bytes; rows are 64 bytes more than a
+// multiple of 128 apart, so that 8 lanes have no bank conflict.
 #pragma once
 
 #include <cstdint>
 
 #include "core/cuda/copy_groups.cuh"
+#include "core/cuda/pairs.cuh"
 #include "core/cuda/warp.cuh"
 #include "experts/few_rows/product.cuh"
 
@@ -27,14 +28,20 @@ __device__ __forceinline__ uint4 load_elements(const void* from, int count) {
 // The distance of rows in shared memory, for slabs of `depth` k: a multiple of 128.
 constexpr int slab_row_bytes(int depth) { return depth * 2 + 64; }
 
-// Starts to copy k = begin, ..., begin + depth - 1 of kRows rows to `memory`; rows that do not exist and k past the end
-// are zeros. Called by all threads of the CTA, which need a barrier before it, and wait_for_copies() and a barrier after
-// it. source_of: the row of x of the i-th row of the slab; -1: it does not exist.
-template <int kCodes, int kRows, int kThreads, bool kAligned, class SourceOf>
+// Words of two elements: i and i + 4 of eight.
+__device__ __forceinline__ uint4 apart(const uint4& eight) {
+  return {select_bytes<0x5410>(eight.x, eight.z), select_bytes<0x7632>(eight.x, eight.z),
+          select_bytes<0x5410>(eight.y, eight.w), select_bytes<0x7632>(eight.y, eight.w)};
+}
+
+// Copies k = begin, ..., begin + depth - 1 of kRows rows to `memory`; rows that do not exist and k past the end are
+// zeros. Called by all threads of the CTA, which need a barrier before and after it. source_of: the row of x of the i-th
+// row of the slab; -1: it does not exist.
+template <class Format, int kRows, int kThreads, bool kAligned, class SourceOf>
 __device__ __forceinline__ void load_slab(const Operands& x, const SourceOf& source_of, int begin, int depth,
                                           char* memory) {
   constexpr int kThreadsPerRow = kThreads / kRows;
-  constexpr int kSteps = kCodes / 8;
+  constexpr int kSteps = Format::kCodes / 8;
   static_assert(kThreadsPerRow % (4 * kSteps) == 0, "a thread has the same place in all pieces");
   const int lane = static_cast<int>(threadIdx.x) % kThreadsPerRow;
   const int in_unit = static_cast<int>(threadIdx.x) / kThreadsPerRow;
@@ -45,7 +52,7 @@ __device__ __forceinline__ void load_slab(const Operands& x, const SourceOf& sou
   char* to = memory + in_unit * slab_row_bytes(depth) + place * 16;
   const char* from = static_cast<const char*>(x.x) + (int64_t{max(source, 0)} * x.k + begin) * 2 + lane * 16;
   const int chunks = exists ? min(depth, x.k - begin) / 8 : 0;
-  if constexpr (kAligned) {
+  if constexpr (kAligned && !Format::kApart) {
     auto address = static_cast<uint32_t>(__cvta_generic_to_shared(to));
 #pragma unroll 4
     for (int i = lane; i < depth / 8; i += kThreadsPerRow) {
@@ -54,10 +61,17 @@ __device__ __forceinline__ void load_slab(const Operands& x, const SourceOf& sou
       from += kThreadsPerRow * 16;
     }
     end_copy_group();
+    wait_for_copies<0>();
   } else {
-#pragma unroll 1
+#pragma unroll(kAligned ? 8 : 1)
     for (int i = lane; i < depth / 8; i += kThreadsPerRow) {
-      *reinterpret_cast<uint4*>(to) = load_elements(from, i < chunks ? 8 : 0);
+      uint4 eight{};
+      if constexpr (kAligned) {
+        if (i < chunks) eight = *reinterpret_cast<const uint4*>(from);
+      } else {
+        eight = load_elements(from, i < chunks ? 8 : 0);
+      }
+      *reinterpret_cast<uint4*>(to) = Format::kApart ? apart(eight) : eight;
       to += kThreadsPerRow * 16;
       from += kThreadsPerRow * 16;
     }

@@ -169,6 +169,20 @@ TEST_F(PackedCuda, FewRows) {
   check_few_rows(l, kFp8);
 }
 
+// All rows have the same row of x. One expert has two of them.
+TEST_F(PackedCuda, FewRowsOfOneToken) {
+  for (const int32_t dtype : {AB_BFLOAT16, AB_FLOAT16}) {
+    for (const bool fp8 : {false, true}) {
+      LoraCase l = case_of(dtype, kPfd, fp8 ? 640 : 736, 128, {0, 2, 0, 1, 1, 0, 0, 1});
+      l.c.R = 6;
+      l.c.T = 1;
+      l.c.K = 5;
+      check_few_rows(l, fp8 ? kFp8 : Kinds{});
+      if (HasFatalFailure()) return;
+    }
+  }
+}
+
 TEST_F(PackedCuda, FewRowsWithOptionsAndAdapters) {
   for (const bool fp8 : {false, true}) {
     LoraCase l = few_rows_case(AB_BFLOAT16, fp8 ? kPfd : kFpd, 128, 256);

@@ -23,10 +23,10 @@ namespace anabranch::cuda::few_rows {
 // main.w is not used.
 struct PackedProduct : Product {
   PackedMatrices packed;
-  int32_t first_column = 0;         // of the stored columns
-  int32_t team = 1;                 // warps: a power of 2 that divides those of the CTA
-  int32_t team_bits = 0;            // log2 of it
-  int32_t rounds = 0;               // per range
+  int32_t first_column = 0;  // of the stored columns
+  int32_t team = 1;          // warps: a power of 2 that divides those of the CTA
+  int32_t team_bits = 0;     // log2 of it
+  int32_t rounds = 0;        // per range
   Divisor by_rounds;
   Divisor by_blocks;
   bool has_one_source = false;      // all rows of x are the same one, and all its k fit into shared memory

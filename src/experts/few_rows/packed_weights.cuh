@@ -38,8 +38,8 @@ struct Fp4Format {
     uint32_t parts[2];  // pairs of bfloat16
   };
 
-  // decode_codes_apart() yields 2^-126 times the values of codes. If no scale of the warp is 128 or more, one factor restores
-  // both powers of 2: the fast way for bfloat16.
+  // decode_codes_apart() yields 2^-126 times the values of codes. If no scale of the warp is 128 or more, one factor
+  // restores both powers of 2: the fast way for bfloat16.
   template <class Element>
   static __device__ __forceinline__ bool allows_fast(const Scales& scales) {
     return !std::is_same_v<Element, BFloat16> || __any_sync(kAllLanes, (scales.bits[0] | scales.bits[1]) >= 128u) == 0;

@@ -1,9 +1,9 @@
 // Rows of x in shared memory: all of k, or a slab of it at a time.
 //
 // The 4 lanes of a column have adjacent pieces of weights, of kCodes k each, and a step takes 8 k of each lane. Rows of
-// x consist of 16-byte chunks of 8 k, which have the order of the words that a format decodes to. In shared memory those
-// of 4 pieces are in the order of the steps, so that the 4 lanes read 64 adjacent bytes; rows are 64 bytes more than a
-// multiple of 128 apart, so that 8 lanes have no bank conflict.
+// x consist of 16-byte chunks of 8 k. In shared memory the chunks of 4 pieces are in the order of the steps, so that 4
+// lanes read 64 adjacent bytes. The 8 k of a chunk have the order of the words that a format decodes to. Rows are 64
+// bytes more than a multiple of 128 apart, so that 8 lanes have no bank conflict.
 #pragma once
 
 #include <cstdint>
@@ -35,8 +35,8 @@ __device__ __forceinline__ uint4 apart(const uint4& eight) {
 }
 
 // Copies k = begin, ..., begin + depth - 1 of kRows rows to `memory`; rows that do not exist and k past the end are
-// zeros. Called by all threads of the CTA, which need a barrier before and after it. source_of: the row of x of the i-th
-// row of the slab; -1: it does not exist.
+// zeros. Called by all threads of the CTA, which need a barrier before and after it. source_of(i): the row of x for row
+// i of the slab; -1: none.
 template <class Format, int kRows, int kThreads, bool kAligned, class SourceOf>
 __device__ __forceinline__ void load_slab(const Operands& x, const SourceOf& source_of, int begin, int depth,
                                           char* memory) {

@@ -40,7 +40,7 @@ __device__ __forceinline__ uint32_t spread_codes_apart(uint32_t codes) {
   return (codes & 0xf000fu << 4 * i) * (0x1040u >> 4 * i) & 0x81c081c0u;
 }
 
-// The same as decode_codes(), with code i in the lower half of word i and code i + 4 in the upper half. This takes fewer
+// Like decode_codes(), with code i in the lower half of word i and code i + 4 in the upper half. This takes fewer
 // instructions.
 __device__ __forceinline__ EightElements decode_codes_apart(uint32_t codes) {
   const uint32_t rest = codes >> 8;

@@ -1,6 +1,7 @@
 """The layer on packed weights has the bits of the layer on unpacked ones, in every output and gradient.
 
 On a GPU the small-M kernels of packed weights add sums in another order: there 16-bit results agree within rounding.
+Both are compared with the oracle on the values that numpy unpacks.
 """
 
 import jax
@@ -10,8 +11,11 @@ import pytest
 from anabranch.activation import Activation
 from anabranch.lora import NAMES
 from anabranch.packed import Fp8Blocks, Mxfp4
+from anabranch.reference.packed import unpack
 from frameworks import BOTH, in_torch, vjp
 from lora_cases import lora_factors, takes_factors
+from moe_cases import BOUND, EXPERT_AXIS, expected_layer, in_our_layout, layouts_of
+from oracle import assert_close, assert_close_per_expert
 from packed_cases import as_given, bits, dtype_of, front_end, random_packed
 
 pytestmark = BOTH
@@ -73,6 +77,7 @@ def operands(case):
     parts = (F, P) if options.get("w_in_layout", "dpf") == "fpd" else (P, F)
     arrays = {"x": (T, D), "gate": (D, E), "b_in": (E, *parts), "b_out": (E, D)}
     arrays = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in arrays.items()}
+    arrays["gate"] *= np.float32(D**-0.5)
     arrays["gate"][:, COLD] = 0
     arrays["gate"][0, COLD], arrays["x"][:, 0] = -100, 1
     if has_adapters:
@@ -138,6 +143,38 @@ def test_moe(platform, case):
         return front_end().moe(x, gate, w_in, w_out, topk=K, **given, **options).output
 
     assert_same(both_ways(layer, CASES[case]), is_exact(platform, CASES[case]))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_moe_against_the_oracle(platform, case):
+    """The output and every gradient, per expert, for a random cotangent. Expert COLD has no tokens."""
+    pair, plain = packed_pair(CASES[case])
+    options = CASES[case][-1]
+    arrays = operands(CASES[case]) | plain
+    w_in, w_out = map(as_given, pair)
+
+    def call(w_in=w_in, w_out=w_out, *, x, gate, **given):
+        return front_end().moe(x, gate, w_in, w_out, topk=K, **given, **options).output
+
+    call = takes_factors(call)
+    output, pull = vjp(call, call, arrays)
+    cotangent = np.random.default_rng(7).standard_normal(output.shape).astype(output.dtype)
+    layouts = layouts_of(options)
+    gradients = in_our_layout({name: np.asarray(array) for name, array in pull(cotangent).items()}, layouts)
+
+    dtype = CASES[case][5]
+    packed = zip(("w_in", "w_out"), pair, strict=True)
+    values = {name: unpack(matrix, arrays["x"].dtype) for name, matrix in packed if matrix is not None}
+    cotangents = (cotangent, np.float32(0), np.float32(0), np.zeros((T, K), np.float32))
+    want, want_gradients, terms = expected_layer(in_our_layout(arrays | values, layouts), cotangents, topk=K, **options)
+    assert_close(output, want.output, BOUND[dtype], "output")
+    assert gradients.keys() == arrays.keys()
+    for name, gradient in gradients.items():
+        bound = max(BOUND[dtype], BOUND[str(gradient.dtype)])
+        assert_close(gradient, want_gradients[name], bound, f"d_{name}")
+        if name in EXPERT_AXIS:
+            given = gradient, want_gradients[name], 4 * bound, f"d_{name}"
+            assert_close_per_expert(*given, EXPERT_AXIS[name], terms.get(name))
 
 
 @pytest.mark.parametrize("case", ["mxfp4, bfloat16, interleaved, adapters", "fp8 blocks"])

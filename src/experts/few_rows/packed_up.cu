@@ -1,4 +1,4 @@
-#include "experts/few_rows/packed_product.cuh"
+#include "experts/few_rows/packed_launch.cuh"
 #include "experts/few_rows/up.cuh"
 
 namespace anabranch::cuda::few_rows {

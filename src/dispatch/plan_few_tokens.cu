@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kMaxSlots = 4096;
 constexpr int kMaxRows = 4 * kMaxSlots;
-constexpr int kWarpsOfExperts = 8;  // at most, for the sums over experts
+constexpr int kFewWarps = 8;  // a block has up to this many because of its experts or padding rows alone
 constexpr int kMaxWarps = 32;
 constexpr int kMaxCounters = 12 << 10;
 
@@ -26,9 +26,9 @@ struct SmallPlan {
   int expert_bits = 0;
 };
 
-int num_warps(int64_t slots, int64_t E) {
+int num_warps(int64_t slots, int64_t E, int64_t rows) {
   const auto warps = [](int64_t threads) { return (threads + kWarp - 1) / kWarp; };
-  const int64_t least = std::clamp<int64_t>(warps(E), 1, kWarpsOfExperts);
+  const int64_t least = std::clamp<int64_t>(warps(std::max(E, rows - slots)), 1, kFewWarps);
   return static_cast<int>(std::clamp<int64_t>(warps(slots), least, kMaxWarps));
 }
 
@@ -117,7 +117,7 @@ bool fits_few_tokens(const PlanCall& call) {
   const int64_t slots = call.maps.T * call.maps.K;
   return call.format == SlotFormat::experts && call.row_id_map == nullptr && call.regions.experts == call.E &&
          call.regions.align == 1 && slots <= kMaxSlots && call.regions.rows <= kMaxRows &&
-         num_warps(slots, call.E) * call.E <= kMaxCounters;
+         num_warps(slots, call.E, call.regions.rows) * call.E <= kMaxCounters;
 }
 
 ab_status plan_few_tokens(const PlanCall& call, int expert_bits, cudaStream_t stream) {
@@ -127,7 +127,7 @@ ab_status plan_few_tokens(const PlanCall& call, int expert_bits, cudaStream_t st
   plan.rows = static_cast<int>(call.regions.rows);
   plan.E = static_cast<int>(call.E);
   plan.expert_bits = expert_bits;
-  const int warps = num_warps(plan.slots, plan.E);
+  const int warps = num_warps(plan.slots, plan.E, plan.rows);
   plan.slots_per_warp = (plan.slots + warps * kWarp - 1) / (warps * kWarp) * kWarp;
   const size_t shared = static_cast<size_t>((1 + warps) * plan.E + 2 * plan.slots) * sizeof(int32_t);
   return launch("plan", place_small_plan, {1, warps * kWarp, shared, stream, true}, plan);

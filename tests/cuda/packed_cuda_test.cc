@@ -1,7 +1,6 @@
 // Packed weights on the GPU: the bits of the CPU for packing, and of the unpacked weights for networks.
 #include "anabranch/cuda_workspaces.h"
-#include "lora_case.h"
-#include "packed_operands.h"
+#include "packed_network.h"
 
 namespace anabranch::testing {
 namespace {
@@ -9,67 +8,7 @@ namespace {
 using PackedCuda = ExpertsCudaTest;
 using PackedFewValuesCuda = CudaTest;
 
-constexpr int kPfd = 1;  // indices into kLayouts
-constexpr int kFpd = 3;
-
 constexpr int32_t kDtypes[] = {AB_FLOAT32, AB_BFLOAT16, AB_FLOAT16};
-
-struct Kinds {
-  int32_t w_in = AB_FLOAT4_E2M1X2;  // dtype; 0: not packed
-  int32_t w_out = AB_FLOAT4_E2M1X2;
-  int32_t scales = AB_FLOAT8_E8M0;
-};
-
-// A network and its packed weights. The plain weights have the unpacked values.
-struct PackedNetwork {
-  LoraNetwork network;
-  std::unique_ptr<PackedTensor> packed[2];
-  ab_tensor views[4];  // w_in and its scales, w_out and its scales
-  int64_t strides[4][AB_MAX_RANK] = {};
-
-  PackedNetwork(const LoraCase& l, const Kinds& kinds) : network(l) {
-    const FfnCase& c = l.c;
-    const std::vector<int>& in = kLayouts[static_cast<size_t>(c.layout)].in;
-    if (kinds.w_in != 0) {
-      const bool fp4 = kinds.w_in == AB_FLOAT4_E2M1X2;
-      packed[0] = std::make_unique<PackedTensor>(c.E(), c.P * c.F, c.D, kinds.w_in, kinds.scales, 1);
-      views[0] = packed[0]->view({c.E(), c.D, c.P, c.F}, {in.begin(), in.end()}, strides[0]);
-      views[1] = packed[0]->scales_view({c.E(), c.D / (fp4 ? 32 : kBlock), c.P, c.F / (fp4 ? 1 : kBlock)},
-                                        {in.begin(), in.end()}, strides[1]);
-      fill(*packed[0], &network.net.w_in);
-    }
-    if (kinds.w_out != 0) {
-      const bool fp4 = kinds.w_out == AB_FLOAT4_E2M1X2;
-      packed[1] = std::make_unique<PackedTensor>(c.E(), c.D, c.F, kinds.w_out, kinds.scales, 2);
-      views[2] = packed[1]->view({c.E(), c.F, c.D}, {0, 2, 1}, strides[2]);
-      views[3] =
-          packed[1]->scales_view({c.E(), c.F / (fp4 ? 32 : kBlock), c.D / (fp4 ? 1 : kBlock)}, {0, 2, 1}, strides[3]);
-      fill(*packed[1], &network.net.w_out);
-    }
-  }
-
-  static void fill(const PackedTensor& from, FloatTensor* to) {
-    for (int64_t i = 0; i < from.size(); ++i) to->set(i, from.value(i));
-  }
-
-  template <class Args>
-  Args with_packed(Args args) const {
-    if (packed[0] != nullptr) {
-      args.w_in = &views[0];
-      args.w_in_block_scales = &views[1];
-    }
-    if (packed[1] != nullptr) {
-      args.w_out = &views[2];
-      args.w_out_block_scales = &views[3];
-    }
-    return args;
-  }
-
-  void on_gpu() const {
-    Network::forward_on_gpu(with_packed(network.forward_args()));
-    Network::backward_on_gpu(with_packed(network.backward_args()));
-  }
-};
 
 void check(const LoraCase& l, const Kinds& kinds) {
   SCOPED_TRACE(::testing::Message() << l << " w_in " << kinds.w_in << " w_out " << kinds.w_out);
@@ -169,7 +108,7 @@ TEST_F(PackedCuda, FewRows) {
   check_few_rows(l, kFp8);
 }
 
-// All rows have the same row of x. One expert has two of them.
+// All rows read the same row of x. One expert has two of them.
 TEST_F(PackedCuda, FewRowsOfOneToken) {
   for (const int32_t dtype : {AB_BFLOAT16, AB_FLOAT16}) {
     for (const bool fp8 : {false, true}) {
@@ -201,6 +140,17 @@ TEST_F(PackedCuda, FewRowsWithOptionsAndAdapters) {
   }
 }
 
+// Compares the forward pass with the CPU.
+void check_forward(const LoraCase& l, const Kinds& kinds) {
+  SCOPED_TRACE(::testing::Message() << l << " w_in " << kinds.w_in << " w_out " << kinds.w_out);
+  const PackedNetwork want(l, kinds), got(l, kinds);
+  want.network.on_cpu();
+  got.forward_on_gpu();
+  if (::testing::Test::HasFatalFailure()) return;
+  compare_rows("h", want.network.net, got.network.net.h, want.network.net.h);
+  compare_rows("y", want.network.net, got.network.net.y, want.network.net.y);
+}
+
 // Rows of x that fit in shared memory, and rows that do not; more blocks along k than a warp holds scales of; so many
 // ranges that their list and the rows fill shared memory.
 TEST_F(PackedCuda, FewRowsWithLongSums) {
@@ -217,16 +167,20 @@ TEST_F(PackedCuda, FewRowsWithLongSums) {
       LoraCase l = case_of(AB_BFLOAT16, kPfd, sizes.D, fp8 ? 128 : 8, sizes.experts);
       l.c.R = sizes.R;
       l.c.T = sizes.R;
-      const Kinds kinds = fp8 ? Kinds{.w_in = AB_FLOAT8_E4M3, .w_out = 0} : Kinds{.w_out = 0};
-      SCOPED_TRACE(::testing::Message() << l << " w_in " << kinds.w_in);
-      const PackedNetwork want(l, kinds), got(l, kinds);
-      want.network.on_cpu();
-      Network::forward_on_gpu(got.with_packed(got.network.forward_args()));
-      if (HasFatalFailure()) return;
-      compare_rows("h", want.network.net, got.network.net.h, want.network.net.h);
-      compare_rows("y", want.network.net, got.network.net.y, want.network.net.y);
+      check_forward(l, fp8 ? Kinds{.w_in = AB_FLOAT8_E4M3, .w_out = 0} : Kinds{.w_out = 0});
       if (HasFatalFailure()) return;
     }
+  }
+}
+
+// With 132 multiprocessors teams of the up GEMM have two warps, and CTAs have two or three rounds with the same rows.
+TEST_F(PackedCuda, FewRowsOfALargeExpert) {
+  for (const int32_t rows : {1, 4}) {
+    LoraCase l = case_of(AB_BFLOAT16, kPfd, 1024, 17408, {rows});
+    l.c.R = l.c.T = rows;
+    l.c.K = 1;
+    check_forward(l, {.w_out = 0});
+    if (HasFatalFailure()) return;
   }
 }
 

@@ -13,6 +13,7 @@
 #include <mutex>
 #include <numeric>
 #include <random>
+#include <span>
 #include <utility>
 #include <vector>
 
@@ -148,18 +149,33 @@ void copy_now(const Copy& copy) {
 void run_block() {
   std::vector<int> order(block_size.x);
   std::iota(order.begin(), order.end(), 0);
-  if (options.order == Order::backward) std::reverse(order.begin(), order.end());
+  const bool by_warp = options.order == Order::warps_forward || options.order == Order::warps_backward;
+  if (options.order == Order::backward || options.order == Order::warps_backward) {
+    std::reverse(order.begin(), order.end());
+  }
   std::mt19937 random(block_index.x);
-  for (;;) {
-    if (options.order == Order::shuffled) std::shuffle(order.begin(), order.end(), random);
+  const auto run = [](std::span<const int> threads) {
     bool progress = false;
-    for (const int index : order) {
+    for (const int index : threads) {
       if (!can_run(index)) continue;
       current = index;
       thread_index = {static_cast<unsigned>(index), 0, 0};
       progress = true;
       resume();
       release(warp().barrier, warp().running);
+    }
+    return progress;
+  };
+  for (;;) {
+    if (options.order == Order::shuffled) std::shuffle(order.begin(), order.end(), random);
+    bool progress = false;
+    if (by_warp) {
+      const std::span<const int> all(order);
+      for (size_t first = 0; first < all.size(); first += kLanes) {
+        while (run(all.subspan(first, std::min<size_t>(kLanes, all.size() - first)))) progress = true;
+      }
+    } else {
+      progress = run(order);
     }
     if (release(block.barrier, block.running)) progress = true;
     if (block.running == 0) return;

@@ -6,10 +6,10 @@
 namespace anabranch::cuda {
 
 // Exclusive prefix sum over the threads of a block; *total is the sum over all threads. All threads of the block must
-// call it; the block consists of whole warps. Consecutive calls need no barrier between them. Values of the warps from
-// the `active`-th on must be 0.
+// call it; the block consists of whole warps. Consecutive calls need no barrier between them. Only the first
+// `active_warps`, the same number in all threads, may have values other than 0.
 template <class T>
-__device__ T sum_before(T value, T* total, int active) {
+__device__ T sum_before(T value, T* total, int active_warps) {
   __shared__ T warps[kWarp];
   T sum = value;
 #pragma unroll
@@ -22,7 +22,7 @@ __device__ T sum_before(T value, T* total, int active) {
   __syncthreads();
   T before = sum - value;
   *total = 0;
-  for (int warp = 0; warp < active; ++warp) {
+  for (int warp = 0; warp < active_warps; ++warp) {
     if (warp < warp_index()) before += warps[warp];
     *total += warps[warp];
   }

@@ -8,8 +8,6 @@
 
 namespace anabranch::cuda::few_rows {
 
-constexpr int kMaxTeamBits = 3;
-
 // The most shared memory of a CTA whose rows of x do not fit with all of k. The L1 cache gets the rest of the SM's
 // memory. It holds the lines of weights that are being loaded.
 constexpr int64_t kSlabBytes = 132 << 10;
@@ -30,8 +28,8 @@ ab_status launch_packed_product(const char* name, PackedProduct p, const Epilogu
   const int64_t k = (p.main.k + kChunkDepth - 1) / kChunkDepth * kChunkDepth;
   const bool fits = k <= depth_in(device.max_block_shared_bytes);
   const int64_t max_depth = depth_in(std::min<int64_t>(device.max_block_shared_bytes, kSlabBytes));
-  // The team with the least time, in halves of a chunk, of the CTA with the most rounds, if all experts have rows. What
-  // a round takes beside its chunks is an estimate.
+  // Chooses the team for which the CTA with the most rounds takes the least time, if all experts have rows. The unit is
+  // half the time of a chunk. kOfRound, the rest of a round's time, is an estimate.
   constexpr int64_t kOfRound = 3;
   const auto ceil_div = [](int64_t a, int64_t b) { return (a + b - 1) / b; };
   const int64_t used = std::min<int64_t>(p.groups.R, p.groups.E);

@@ -35,6 +35,8 @@ struct PackedProduct : Product {
   bool has_aligned_chunks = false;  // the low-rank term, for WarpSum
 };
 
+constexpr int kMaxTeamBits = 3;
+
 // A kernel whose ranges have 8 kRowGroups_ rows.
 template <class Format, int kRowGroups_>
 struct PackedShape {
@@ -42,6 +44,7 @@ struct PackedShape {
   static constexpr int kRows = 8 * kRowGroups;
   static constexpr int kWarps = 16;
   static constexpr int kThreads = kWarps * kWarp;
+  static_assert(kWarps / 2 <= 15 && kWarps % (1 << kMaxTeamBits) == 0, "each team of two or more has a named barrier");
   static constexpr int kAhead = Chunk<Format>::kPieces == 1 ? 3 : 2;  // chunks of a warp on their way
 };
 
@@ -110,15 +113,15 @@ __device__ __forceinline__ void add_low_rank(const PackedProduct& p, UnitRows ro
 }
 
 // Adds up the sums of a team's warps, which begin at `memory`, and calls the epilogue like write_results() in
-// product.cuh. Called by all threads of the team. sums_up: whether there are sums; else the results are zeros. part: of
-// the warp in the team, in any order.
+// product.cuh. Called by all threads of the team. sums_up: whether there are sums; else the results are zeros. place: a
+// different number for each warp of the team, 0 to p.team - 1; rows are divided between warps by it.
 template <int kRowGroups, class Epilogue>
 __device__ __forceinline__ void write_results_of_team(const PackedProduct& p, const UnitRows& rows, int32_t column,
-                                                      bool sums_up, int part, const float4* memory,
+                                                      bool sums_up, int place, const float4* memory,
                                                       const Epilogue& epilogue) {
   const int unit_column = lane_index() % kColumns;
 #pragma unroll 1
-  for (int i = part * 4 + lane_index() / kColumns; i < 8 * kRowGroups; i += p.team * 4) {
+  for (int i = place * 4 + lane_index() / kColumns; i < 8 * kRowGroups; i += p.team * 4) {
     const int32_t row = rows.begin + i;
     if (row >= rows.end) break;
     float parts[2] = {};
@@ -150,9 +153,9 @@ struct Round {
 
   __device__ __forceinline__ Round(const PackedProduct& p, int32_t first)
       : number(first), range(p.by_rounds.quotient(first)), in_range(first - range * p.rounds) {}
-  __device__ __forceinline__ void advance(int32_t rounds) {
+  __device__ __forceinline__ void advance(int32_t rounds_of_range) {
     ++number;
-    if (++in_range < rounds) return;
+    if (++in_range < rounds_of_range) return;
     in_range = 0;
     ++range;
   }
@@ -172,12 +175,12 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const int32_t teams = Shape::kWarps >> p.team_bits;
   const int32_t team = warp_index() >> p.team_bits;
   const int part = warp_index() & (p.team - 1);
-  // The first CTAs have one round more if the division has a rest.
+  // The first CTAs have one round more if the division has a remainder.
   const auto block = static_cast<int32_t>(blockIdx.x);
   const int32_t per_block = p.by_blocks.quotient(rounds);
-  const int32_t rest = rounds - per_block * static_cast<int32_t>(gridDim.x);
-  const int32_t begin = block * per_block + min(block, rest);
-  const int32_t end = begin + per_block + (block < rest ? 1 : 0);
+  const int32_t remainder = rounds - per_block * static_cast<int32_t>(gridDim.x);
+  const int32_t begin = block * per_block + min(block, remainder);
+  const int32_t end = begin + per_block + (block < remainder ? 1 : 0);
   const auto column_of = [&](const Round& round) { return (round.in_range * teams + team) * p.columns.unit_columns(); };
   const auto lane_columns = [&](const Round& round) {
     const int32_t column = column_of(round) + lane_index() / 4;
@@ -203,7 +206,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   const int groups_of_round = (p.main.k + group_depth - 1) / group_depth;
   Chunk<Format> chunks[Shape::kAhead];
   WeightLoader<Format, kAligned> loader;
-  Round next(p, begin);  // whose chunks have not been loaded
+  Round next(p, begin);  // the first round whose loads have not begun
   int groups_to_load = 0;
   const auto begin_group = [&] {
     if (groups_to_load-- > 0) return;
@@ -234,7 +237,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
   begin_group();
 #pragma unroll
   for (Chunk<Format>& chunk : chunks) loader.load(p.team, &chunk);
-  int32_t range = -1;  // whose slab is in shared memory
+  int32_t range = -1;  // whose slab is in shared memory; with one source the first one
 #pragma unroll 1
   while (round.number < end) {
     const UnitRows rows = list[round.range];
@@ -289,7 +292,7 @@ __global__ void __launch_bounds__(Shape::kThreads, 1)
       if (is_active && p.low_rank.k > 0) add_low_rank<Element>(p, rows, column, of_lane);
       sync_team();
     }
-    // Each round another warp of the team has the first rows, since most ranges have few.
+    // Most ranges have few rows, so that one warp writes all results: each round another one.
     write_results_of_team<kRowGroups>(p, rows, column, sums_up, (part + round.number) & (p.team - 1),
                                       sums + team * p.team * kRowGroups * kWarp, epilogue);
     round.advance(p.rounds);

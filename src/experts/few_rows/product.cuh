@@ -62,8 +62,8 @@ struct Product {
   Groups groups{};
   StoredColumns columns;
   bool skips_rest = false;
-  int32_t slices = 0;        // units per range of rows; set by launch_product()
-  bool has_padding = false;  // groups contain padding rows; set by launch_product()
+  int32_t slices = 0;        // units per range of rows; set when the GEMM is launched
+  bool has_padding = false;  // groups contain padding rows; set when the GEMM is launched
 };
 
 // A range of rows of one expert, at most as many as a unit has.

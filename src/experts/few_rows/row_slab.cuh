@@ -25,7 +25,7 @@ __device__ __forceinline__ uint4 load_elements(const void* from, int count) {
   return {pair(0), pair(1), pair(2), pair(3)};
 }
 
-// The distance of rows in shared memory, for slabs of `depth` k: a multiple of 128.
+// The distance of rows in shared memory, in bytes. depth: the k of a slab, a multiple of 128.
 constexpr int slab_row_bytes(int depth) { return depth * 2 + 64; }
 
 // Words of two elements: i and i + 4 of eight.
@@ -44,12 +44,12 @@ __device__ __forceinline__ void load_slab(const Operands& x, const SourceOf& sou
   constexpr int kSteps = Format::kCodes / 8;
   static_assert(kThreadsPerRow % (4 * kSteps) == 0, "a thread has the same place in all pieces");
   const int lane = static_cast<int>(threadIdx.x) % kThreadsPerRow;
-  const int in_unit = static_cast<int>(threadIdx.x) / kThreadsPerRow;
-  const int32_t source = source_of(in_unit);
+  const int slab_row = static_cast<int>(threadIdx.x) / kThreadsPerRow;
+  const int32_t source = source_of(slab_row);
   const bool exists = source >= 0;
   const int in_pieces = lane % (4 * kSteps);
   const int place = lane - in_pieces + in_pieces % kSteps * 4 + in_pieces / kSteps;
-  char* to = memory + in_unit * slab_row_bytes(depth) + place * 16;
+  char* to = memory + slab_row * slab_row_bytes(depth) + place * 16;
   const char* from = static_cast<const char*>(x.x) + (int64_t{max(source, 0)} * x.k + begin) * 2 + lane * 16;
   const int chunks = exists ? min(depth, x.k - begin) / 8 : 0;
   if constexpr (kAligned && !Format::kApart) {

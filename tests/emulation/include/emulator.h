@@ -18,8 +18,9 @@ struct Dim3 {
   unsigned z = 1;
 };
 
-// The order in which the threads of a block run: ascending, descending, or shuffled anew every round.
-enum class Order { forward, backward, shuffled };
+// The order in which the threads of a block run, each until it waits: ascending, descending, or shuffled anew every
+// round. Or one warp after another, in ascending or descending order, each until all its threads wait for other warps.
+enum class Order { forward, backward, shuffled, warps_forward, warps_backward };
 // When an asynchronous copy takes effect: when it is issued, or only when a thread waits for it.
 enum class Copies { early, late };
 struct Options {

@@ -33,11 +33,11 @@ __device__ __forceinline__ EightElements decode_codes(uint32_t codes) {
            spread_codes<0x8862>(magnitudes, signs), spread_codes<0x8873>(magnitudes, signs)}};
 }
 
-// Codes i and i + 4 of eight, for i = 0 and 1, in the form of decode_codes(). The sum of copies shifted by 6 - 4 i and
-// 12 - 4 i has magnitudes and signs in their places, without carries.
-template <int i>
+// Codes kFirst and kFirst + 4 of eight, for kFirst = 0 and 1, in the form of decode_codes(). The sum of copies shifted
+// by 6 - 4 kFirst and 12 - 4 kFirst has magnitudes and signs in their places, without carries.
+template <int kFirst>
 __device__ __forceinline__ uint32_t spread_codes_apart(uint32_t codes) {
-  return (codes & 0xf000fu << 4 * i) * (0x1040u >> 4 * i) & 0x81c081c0u;
+  return (codes & 0xf000fu << 4 * kFirst) * (0x1040u >> 4 * kFirst) & 0x81c081c0u;
 }
 
 // Like decode_codes(), with code i in the lower half of word i and code i + 4 in the upper half. This takes fewer

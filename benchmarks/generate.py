@@ -68,8 +68,8 @@ _TINY = _SMALL | {
     "num_experts_per_tok": 2,
 }
 _GIB = 2**30
-#: Calls before those that are timed. The second one may compile too. With a static cache each call has a new cache, and
-#: the compiled model records a graph for each address that it gets, until the allocator has returned all of them.
+#: Calls before those that are timed. The second one may compile too. With a static cache each call has a new cache. If
+#: its address is new, PyTorch records a CUDA graph again; after several calls addresses are less often new.
 _WARM_UPS = {"dynamic": 2, "static": 8}
 
 

@@ -1,14 +1,12 @@
 // Packed weights that are decoded for several ranges of experts, on the GPU: the bits of the unpacked weights.
 #include "ffn_case.h"
 #include "isolated_workspace.h"
-#include "packed_operands.h"
+#include "packed_network.h"
 
 namespace anabranch::testing {
 namespace {
 
 using PackedRangesCuda = ExpertsCudaTest;
-
-constexpr int kPfd = 1;  // index into kLayouts
 
 // A device copy of packed weights, and their values in another dtype.
 class DeviceWeights {

@@ -102,8 +102,9 @@ bool is_workspace_intact() {
 // Chooses the thread order and copy times of the emulated GPU. No result may depend on them.
 void choose_order([[maybe_unused]] Random& random) {
 #if defined(ANABRANCH_FUZZ_EMULATED)
+  using emulation::Order;
   emulation::set_options(
-      {random.one_of({emulation::Order::forward, emulation::Order::backward, emulation::Order::shuffled}),
+      {random.one_of({Order::forward, Order::backward, Order::shuffled, Order::warps_forward, Order::warps_backward}),
        random.one_of({emulation::Copies::early, emulation::Copies::late})});
 #endif
 }

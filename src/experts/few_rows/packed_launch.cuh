@@ -12,13 +12,12 @@ namespace anabranch::cuda::few_rows {
 // memory. It holds the lines of weights that are being loaded.
 constexpr int64_t kSlabBytes = 132 << 10;
 
+// Launches the kernel of one shape. Returns AB_UNSUPPORTED if the device has too little shared memory for it.
 template <class Format, class Element, class Shape, bool kAligned, class Epilogue>
 ab_status launch_packed_product(const char* name, PackedProduct p, const Epilogue& epilogue, cudaStream_t stream) {
   Device device;
   AB_RETURN_IF_ERROR(find_device(name, &device));
-  p.has_padding = p.groups.R > p.map.num_slots && p.map.by_slot;
-  p.slices = (p.columns.columns + p.columns.unit_columns() - 1) / p.columns.unit_columns();
-  const int64_t ranges = max_ranges(p.groups.R, p.groups.E, Shape::kRows);
+  const int64_t ranges = set_units<Shape::kRows>(&p);
   const size_t others =
       sizeof(float4) * Shape::kThreads * Shape::kRowGroups + sizeof(UnitRows) * static_cast<size_t>(ranges);
   // The greatest k of a slab in a number of bytes of shared memory.
@@ -62,6 +61,7 @@ ab_status launch_packed_product(const char* name, PackedProduct p, const Epilogu
 // Whether data is 16-byte aligned.
 inline bool is_aligned(const void* data) { return reinterpret_cast<uintptr_t>(data) % 16 == 0; }
 
+// Chooses the kernel by format, dtype of x, alignment and rows per expert, and launches it.
 template <class Epilogue>
 ab_status launch_packed_product(const char* name, int32_t dtype, const PackedProduct& p, const Epilogue& epilogue,
                                 cudaStream_t stream) {

@@ -265,11 +265,12 @@ inline Operands operands_of(const LowRank& term, int64_t columns) {
       .x = term.u, .w = term.b, .matrix = term.shared ? 0 : term.rank * columns, .k = static_cast<int32_t>(term.rank)};
 }
 
-// Sets the fields that describe units; returns the greatest number of row ranges.
-inline int64_t set_units(Product* p) {
+// Sets the fields that describe units of kUnitRows rows; returns the greatest number of row ranges.
+template <int kUnitRows>
+int64_t set_units(Product* p) {
   p->has_padding = p->groups.R > p->map.num_slots && p->map.by_slot;
   p->slices = (p->columns.columns + p->columns.unit_columns() - 1) / p->columns.unit_columns();
-  return max_ranges(p->groups.R, p->groups.E, kRows);
+  return max_ranges(p->groups.R, p->groups.E, kUnitRows);
 }
 
 // Bytes of the sums of the warps and of the list of row ranges.
@@ -286,7 +287,7 @@ ab_status launch_product(const char* name, Product p, const Epilogue& epilogue, 
                          cudaStream_t stream) {
   constexpr int kThreads = kWarps * kWarp;
   constexpr int kBlocks = kThreadsPerSm / kThreads;  // resident per SM
-  const int64_t lists = set_units(&p);
+  const int64_t lists = set_units<kRows>(&p);
   const size_t shared = shared_bytes(kThreads, lists);
   return launch(
       name, few_rows_product<Element, kWarps, Epilogue>,

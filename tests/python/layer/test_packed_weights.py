@@ -1,7 +1,7 @@
 """The layer on packed weights has the bits of the layer on unpacked ones, in every output and gradient.
 
 On a GPU the small-M kernels of packed weights add sums in another order: there 16-bit results agree within rounding.
-Both are compared with the oracle on the values that numpy unpacks.
+`moe` on packed weights is also compared with the oracle, whose weights numpy unpacks.
 """
 
 import jax

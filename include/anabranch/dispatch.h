@@ -27,8 +27,8 @@ typedef struct ab_plan_args {
    * are clipped to the region; slots past it are dropped. */
   int32_t num_destinations;
   /* exactly one of these two inputs */
-  const ab_tensor* experts;     /* [T, K] int32; -1: no expert; values outside [-1, E) count as -1 and are added to
-                                 * dropped */
+  const ab_tensor* experts;     /* [T, K] int16, int32 or int64; -1: no expert; values outside [-1, E) count as -1 and
+                                 * are added to dropped */
   const ab_tensor* routing_map; /* [T, E] bool, or [T, ceil(E/8)] uint8 bit map; every true entry is a slot: K = E */
   /* outputs; only slot_of_row is required */
   const ab_tensor* tokens_per_expert; /* [E] int32, before any dropping */

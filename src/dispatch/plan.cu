@@ -37,22 +37,33 @@ struct Plan {
   __device__ int64_t first_slot(int64_t block, int warp) const {
     return (block * blocks.warps + warp) * blocks.slots_per_warp;
   }
-  // The expert of a slot: an index in range; -1 for none or a slot past the end; -2 for an invalid index.
-  __device__ int32_t expert_at(int64_t slot) const {
-    if (slot >= slots) return -1;
-    const int32_t expert =
-        call.format == SlotFormat::experts ? call.expert_at(slot) : call.expert_of(slot / call.maps.K, slot);
-    return expert >= -1 && expert < call.E ? expert : -2;
-  }
 };
 
 // Number of slots that a thread loads concurrently.
 constexpr int kBatch = SlotBlocks::kSlotsPerWarp / kWarp;
 
-// experts[i] = the expert of slot first + i * step.
+// experts[i] = the expert of slot first + i * step: an index in range; -1 for none or a slot past the end; -2 for an
+// invalid index.
 __device__ __forceinline__ void load_batch(const Plan& plan, int64_t first, int step, int32_t (&experts)[kBatch]) {
+  const PlanCall& call = plan.call;
+  const auto load = [&](const auto& expert_at) {
 #pragma unroll
-  for (int i = 0; i < kBatch; ++i) experts[i] = plan.expert_at(first + i * step);
+    for (int i = 0; i < kBatch; ++i) {
+      const int64_t slot = first + i * step;
+      const int32_t expert = slot < plan.slots ? expert_at(slot) : -1;
+      experts[i] = expert >= -1 && expert < call.E ? expert : -2;
+    }
+  };
+  // A loop for each type, so that no branch separates the loads.
+  if (call.format != SlotFormat::experts) {
+    load([&](int64_t slot) { return call.expert_of(slot / call.maps.K, slot); });
+  } else if (call.index_dtype == AB_INT32) {
+    load([&](int64_t slot) { return call.expert_at<int32_t>(slot); });
+  } else if (call.index_dtype == AB_INT64) {
+    load([&](int64_t slot) { return call.expert_at<int64_t>(slot); });
+  } else {
+    load([&](int64_t slot) { return call.expert_at<int16_t>(slot); });
+  }
 }
 
 __global__ void __launch_bounds__(kThreads) count_slots(const Plan plan) {

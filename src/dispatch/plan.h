@@ -24,9 +24,16 @@ struct Regions {
   AB_INLINE int64_t clip(int64_t expert, int64_t row) const { return row < end(expert) ? row : end(expert); }
 };
 
+// An index out of range stays out of range.
+AB_INLINE int32_t narrow_index(int64_t index) {
+  constexpr int64_t kMin = INT32_MIN, kMax = INT32_MAX;
+  return static_cast<int32_t>(index < kMin ? kMin : index > kMax ? kMax : index);
+}
+
 struct PlanCall {
   SlotFormat format = SlotFormat::experts;
-  const void* slots = nullptr;  // experts [T, K] int32, map [T, E] bool, or [T, ceil(E/8)] uint8
+  const void* slots = nullptr;  // experts [T, K] of index_dtype, map [T, E] bool, or [T, ceil(E/8)] uint8
+  int32_t index_dtype = AB_INT32;
   int64_t E = 0;
   bool is_part = false;  // `slots` has experts of other plans, too
   int32_t first_expert = 0;
@@ -56,15 +63,23 @@ struct PlanCall {
 #endif
   }
 
-  // An entry of `experts` as an expert of this plan; -1: none. An index out of range is returned unchanged.
+  // An entry of `experts`, of type T, as an expert of this plan; -1: none. An index out of range stays out of range.
+  template <class T>
   AB_INLINE int32_t expert_at(int64_t slot) const {
-    const int32_t expert = entry<int32_t>(slot);
+    const int32_t expert = narrow_index(entry<T>(slot));
     if (!is_part) return expert;
     const bool is_here = expert >= first_expert && int64_t{expert} - first_expert < E;
     return is_here ? expert - first_expert : -1;
   }
+  AB_INLINE int32_t expert_at(int64_t slot) const {
+    switch (index_dtype) {
+      case AB_INT16: return expert_at<int16_t>(slot);
+      case AB_INT64: return expert_at<int64_t>(slot);
+      default: return expert_at<int32_t>(slot);
+    }
+  }
 
-  // The expert of slot `slot` of token t; -1: none. An index out of range is returned unchanged.
+  // The expert of slot `slot` of token t; -1: none. An index out of range stays out of range.
   AB_INLINE int32_t expert_of(int64_t t, int64_t slot) const {
     const int64_t e = slot - t * maps.K;
     switch (format) {

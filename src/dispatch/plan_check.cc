@@ -11,9 +11,10 @@ ab_status check_slots(const ab_plan_args* args, PlanCall* call) {
   const int64_t E = call->E;
   Maps& maps = call->maps;
   if (args->experts != nullptr) {
-    AB_RETURN_IF_ERROR(check_tensor("experts", args->experts, kInt32, {{"T"}, {"K"}}));
+    AB_RETURN_IF_ERROR(check_tensor("experts", args->experts, kIndices, {{"T"}, {"K"}}));
     call->format = SlotFormat::experts;
     call->slots = data<const void>(args->experts);
+    call->index_dtype = args->experts->dtype;
     maps.T = args->experts->shape[0];
     maps.K = args->experts->shape[1];
     if (maps.K < 1) return AB_INVALID("experts: got K 0, expected at least 1 expert per token");

@@ -10,7 +10,7 @@
 namespace anabranch::cuda {
 namespace {
 
-constexpr int kMaxSlots = 4096;
+constexpr int kMaxSlots = 2048;
 constexpr int kMaxRows = 4 * kMaxSlots;
 constexpr int kFewWarps = 8;  // a block has up to this many because of its experts or padding rows alone
 constexpr int kMaxWarps = 32;

@@ -68,6 +68,29 @@ TEST(Plan, MatchesTheDefinition) {
   }
 }
 
+TEST(Plan, AcceptsIndicesOfAnyWidth) {
+  constexpr int64_t T = 40, K = 3, E = 5, R = T * K;
+  const std::vector<int32_t> experts = indices(T * K, -2, static_cast<int32_t>(E), 2);
+  std::vector<int16_t> narrow(experts.begin(), experts.end());
+  std::vector<int64_t> wide(experts.begin(), experts.end());
+  // Indices that are in range in their last 32 bits.
+  wide[0] = int64_t{1} << 32;
+  wide[1] = (int64_t{1} << 32) - 1;
+  wide[2] = -(int64_t{1} << 32);
+  std::vector<int32_t> with_large = experts;
+  for (size_t i = 0; i < 3; ++i) with_large[i] = static_cast<int32_t>(E);
+
+  const Tensor<int16_t> narrow_input({T, K}, narrow);
+  const Tensor<int64_t> wide_input({T, K}, wide);
+  for (const auto& [input, want] : {std::pair{narrow_input.view(), experts}, std::pair{wide_input.view(), with_large}}) {
+    const Plan plan(T, K, E, R);
+    ab_plan_args args = plan_args(nullptr, nullptr, E, 0, plan);
+    args.experts = input;
+    EXPECT_OK(call(ab_plan, ab_plan_workspace, args));
+    expect_plan(plan, want, E, 1, R);
+  }
+}
+
 // The plan for some of the experts is that of experts without the others.
 TEST(Plan, APartOfTheExperts) {
   const int64_t T = 300;
@@ -217,7 +240,7 @@ TEST(Plan, RefusesBadArguments) {
   refused("dropped: got int32 (4) [4, 2]", [](ab_plan_args* args) { args->dropped = args->row_of_slot; });
   const Tensor<int32_t> none({0});
   refused("dropped: got [0], expected a scalar", [&](ab_plan_args* args) { args->dropped = none.view(); });
-  refused("experts: got bool (1) [4, 3], expected int32 [T, K]",
+  refused("experts: got bool (1) [4, 3], expected int16 or int32 or int64 [T, K]",
           [&](ab_plan_args* args) { args->experts = routed.view(); });
   Tensor<int32_t> row_id_map({4, 7});
   refused("row_id_map: got one together with experts",

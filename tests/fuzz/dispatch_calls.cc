@@ -21,7 +21,7 @@ void make_plan(const Operation& operation, Random& random, Call* call) {
     if (random.chance(0.5)) call->output(ARGUMENT(row_id_map), AB_INT32, {T, 2 * s.E + 1});
   } else {
     if (!kEmulated && random.chance(0.01)) T = 100000 / K;  // several CTAs
-    call->input(ARGUMENT(experts), AB_INT32, {T, K}, s.E);
+    call->input(ARGUMENT(experts), random.one_of<int32_t>({AB_INT16, AB_INT32, AB_INT32, AB_INT64}), {T, K}, s.E);
   }
   if (random.chance(0.7)) call->output(ARGUMENT(tokens_per_expert), AB_INT32, {s.E});
   if (random.chance(0.7)) call->output(ARGUMENT(group_sizes), AB_INT32, {s.E});

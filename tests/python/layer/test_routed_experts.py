@@ -127,6 +127,43 @@ def test_experts_of_any_index_dtype(dtype):
         assert int(routed_experts(*(given[name] for name in POSITIONAL)).dropped) == 1
 
 
+@pytest.mark.parametrize("is_traced", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("weights_dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("index_dtype", ["int16", "int32", "int64"])
+def test_torch_converts_neither_experts_nor_weights(index_dtype, weights_dtype, is_traced):
+    torch = pytest.importorskip("torch")
+    import in_torch
+    from anabranch.torch import routed_experts
+
+    arrays = routed_operands(20, 5, 2, 8, 8, wrong=True, weights_dtype=weights_dtype)
+    x, w_in, w_out = (in_torch.tensor(arrays[name]) for name in ("x", "w_in", "w_out"))
+    experts = in_torch.tensor(arrays["experts"].clip(-(2**15), 2**15 - 1)).to(getattr(torch, index_dtype))
+    if index_dtype == "int64":
+        experts[0, 0] = 2**32 + 1  # 1 in 32 bits
+    exact = in_torch.tensor(arrays["weights"].astype(np.float32))
+    weights = exact.to(getattr(torch, weights_dtype)).requires_grad_()
+    cotangent = in_torch.tensor(np.random.default_rng(0).standard_normal(x.shape).astype(np.float32))
+
+    def step(experts, weights):
+        result = routed_experts(x, experts, weights, w_in, w_out)
+        return *result, *torch.autograd.grad(result.output, weights, cotangent)
+
+    if is_traced:
+        torch.compiler.reset()  # of the other cases, whose number has a limit
+        layer = torch.compile(routed_experts, backend="aot_eager", fullgraph=True)
+        output, *counts = layer(x, experts, weights, w_in, w_out)
+        got = output, *counts, *torch.autograd.grad(output, weights, cotangent)
+    else:
+        with torch.profiler.profile() as profile:
+            routed_experts(x, experts, weights.detach(), w_in, w_out)
+        assert not {"aten::_to_copy", "aten::clamp"} & {event.key for event in profile.key_averages()}
+        got = step(experts, weights)
+    want = step(experts.clamp(-2, 5).int(), exact.requires_grad_())
+    for mine, theirs in zip(got, want, strict=True):
+        assert torch.equal(mine, theirs.to(mine.dtype))
+    assert got[-1].dtype == weights.dtype
+
+
 def _step(*arguments):
     output, pull = jax.vjp(lambda x, w, *m: routed_experts(x, arguments[1], w, *m).output, arguments[0], *arguments[2:])
     return output, pull(jnp.cos(output))

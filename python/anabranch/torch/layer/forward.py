@@ -289,7 +289,7 @@ def _backward(
     gradients = {"w_out": d_w_out, "b_out": d_b_out} | dict(zip(NAMES, d_factors, strict=True))
     addend = None
     if config.router is None:
-        gradients["weights"] = d_w
+        gradients["weights"] = _as(d_w, weights.dtype)
     elif needs_logits:
         if not fused:
             d_w = d_w + d_weights

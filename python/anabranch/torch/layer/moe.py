@@ -346,7 +346,9 @@ def run_layer(
         aux, z = _losses(router.topk, coefficients, *sums)
     output, weights, experts = result.output, result.weights, result.experts
     if len(leading) != 1:
-        output, weights = unflat(output, leading), unflat(weights.clone(), leading)
+        if weights.requires_grad:  # they are saved for the backward pass, which must not see changes of the result
+            weights = weights.clone()
+        output, weights = unflat(output, leading), unflat(weights, leading)
         experts = experts.reshape(*leading, router.topk)
     return MoEOutput(
         output,

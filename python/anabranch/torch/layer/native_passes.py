@@ -104,4 +104,7 @@ def backward(
         needs.get("gate", False), config.number,
     )  # fmt: skip
     names = ("x", "w_in", "b_in", "w_out", "b_out", "gate", "weights", *NAMES)
-    return dict(zip(names, gradients, strict=True))
+    found = dict(zip(names, gradients, strict=True))
+    if (d_weights := found["weights"]) is not None:
+        found["weights"] = d_weights.to(s.weights.dtype)
+    return found

@@ -128,10 +128,11 @@ def routed_experts(
     check_frozen("w_in", w_in)
     check_frozen("w_out", w_out)
     w_in, w_out, quantized = packed_operands(config.network, w_in, w_out, quantized)
-    leading, K, experts = x.shape[:-1], experts.shape[-1], check.as_indices(experts)
+    leading, K = x.shape[:-1], experts.shape[-1]
     tokens = flat(x)
     assert tokens is not None
-    if group is not None:
+    if group is not None:  # ranks exchange int32 and float32
+        experts, weights = check.as_indices(experts), weights.float()
         lora = with_shared_gradients(group, lora, w_in.shape[0])
     operands = Operands(
         x=tokens,
@@ -139,7 +140,7 @@ def routed_experts(
         w_out=w_out,
         b_in=b_in,
         b_out=b_out,
-        weights=flat(weights.float()),
+        weights=flat(weights),
         experts=flat(experts),
         **operand_fields(lora),
         **quantized_fields(quantized),

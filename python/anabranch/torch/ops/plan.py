@@ -77,7 +77,7 @@ def plan(
     """
     E = check.integer("num_experts", num_experts, 1, check.INDEX_LIMIT - 1)
     align_size = check.integer("align_size", align_size, 0, check.INDEX_LIMIT - 1)
-    experts = check.indices("experts", experts, (..., "K"))
+    experts = check.tensor("experts", experts, check.INDICES, (..., "K"))
     *leading, K = experts.shape
     T = math.prod(leading)
     if K < 1:

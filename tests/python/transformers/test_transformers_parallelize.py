@@ -131,6 +131,59 @@ def check_mixed_precision(rank, ranks, data):
         assert value.grad.dtype == torch.float32 and error < 2e-2, (name, float(error))
 
 
+def check_evaluation(rank, ranks, **options):
+    """Forward passes without a backward pass, before and after a step, do not change the training."""
+    losses = []
+    for model in (build("gpt_oss"), adapter.parallelize(build("gpt_oss"), mesh_of(0, ranks), **options)):
+
+        def evaluate(model=model):
+            with torch.no_grad():
+                losses.append(model(batches(1)[0], labels=batches(1)[0], use_cache=False).loss)
+
+        evaluate()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for batch in batches(STEPS):  # all ranks have one batch
+            model.zero_grad()
+            losses.append(backward(model, batch, 22))
+            evaluate()
+            optimizer.step()
+            evaluate()
+    number = len(losses) // 2
+    torch.testing.assert_close(losses[number:], losses[:number])
+    assert len({round(float(loss), 4) for loss in losses[1:number:3]}) == STEPS  # the steps have an effect
+
+
+def check_float32_routers(rank, ranks):
+    """A model in bfloat16 whose routers Transformers keeps in float32."""
+    config = build("deepseek_v3").config
+    torch.manual_seed(1)
+    one = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+    one.set_experts_implementation("anabranch")
+    model = adapter.parallelize(copy.deepcopy(one), mesh_of(0, ranks))
+    for part in batches(ranks):
+        backward(one, part, 44)
+    backward(model, batches(ranks)[rank], 44, ranks)
+    dtypes = {name: value.dtype for name, value in model.named_parameters()}
+    assert set(dtypes.values()) == {torch.float32, torch.bfloat16}
+    for name, value in model.named_parameters():
+        want = one.get_parameter(name).grad
+        error = (whole(value.grad) - want).float().norm() / want.float().norm()
+        assert value.grad.dtype == dtypes[name] and error < 2e-2, (name, float(error))
+
+
+def check_generation_and_outputs(rank, ranks):
+    """PEFT's model generates without a forward pass before; `output_dtype` is that of the logits only."""
+    one, model = build("qwen3_moe", lora=True).eval(), build("qwen3_moe", lora=True).eval()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    adapter.parallelize(model, mesh_of(0, ranks))
+    tokens = batches(1)[0]
+    limits = dict(do_sample=False, max_new_tokens=3, min_new_tokens=3)
+    with torch.no_grad():
+        assert torch.equal(model.generate(input_ids=tokens, **limits), one.generate(input_ids=tokens, **limits))
+        in_bfloat16 = adapter.parallelize(build("qwen3_moe").eval(), mesh_of(0, ranks), mp_policy=policy)
+        assert in_bfloat16(tokens).logits.dtype == torch.float32
+
+
 def check_a_rank_whose_experts_get_no_token(rank, ranks):
     def favoured():
         model = build("gpt_oss")
@@ -259,7 +312,19 @@ def check_errors(rank, ranks):
         other.lm_head.weight[0, 0] += rank
     with pytest.raises(ValueError, match=r"got different values of lm_head.weight on rank 0 and rank 1"):
         adapter.parallelize(other, mesh_of(0, ranks))
-    config = copy.deepcopy(other.config)
+    other = build("deepseek_v3")
+    other.model.layers[1].mlp.gate.e_score_correction_bias += rank
+    with pytest.raises(ValueError, match=r"got different values of model.layers.1.mlp.gate.e_score_correction_bias on"):
+        adapter.parallelize(other, mesh_of(0, ranks))
+    other = build("qwen3_moe")
+    other.config.tie_word_embeddings = True
+    with pytest.raises(ValueError, match=r"model: got output embeddings of their own with tie_word_embeddings=True"):
+        adapter.parallelize(other, mesh_of(0, ranks))
+    mixed = build("qwen3_moe")
+    mixed.model.layers[0].mlp.experts.down_proj.data = mixed.model.layers[0].mlp.experts.down_proj.data.bfloat16()
+    with pytest.raises(NotImplementedError, match=r"experts: got trained parameters of torch.bfloat16 and torch.float3"):
+        adapter.parallelize(mixed, mesh_of(0, ranks))
+    config = copy.deepcopy(mixed.config)
     config.num_experts, config.num_experts_per_tok = 5, 2
     with pytest.raises(
         ValueError, match=r"mlp.experts.gate_up_proj: got 5 experts, expected a multiple of the 2 ranks"
@@ -367,6 +432,9 @@ def test_two_processes_equal_one(tmp_path):
         functools.partial(check_passes, name="qwen3_moe", lora=True, uneven=True),
         functools.partial(check_passes, name="gpt_oss", lora=True, transport="all_to_all", capacity_factor=8.0),
         *(functools.partial(check_mixed_precision, data=data) for data in (0, 2)),
+        *(functools.partial(check_evaluation, reshard_after_forward=value) for value in (True, False)),
+        check_float32_routers,
+        check_generation_and_outputs,
         check_a_rank_whose_experts_get_no_token,
         check_checkpointing_and_micro_batches,
         functools.partial(check_checkpoints, folder=tmp_path),

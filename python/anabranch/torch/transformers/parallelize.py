@@ -4,6 +4,8 @@ Experts are sharded over the dimension "expert" of a mesh, and everything else b
 keeps its own batch; tokens travel to their experts as in `routed_experts` with a group.
 """
 
+import collections
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -58,19 +60,20 @@ def parallelize(
       transport, capacity_factor: as in `moe`. Without a capacity factor no assignment is dropped.
       equal_tokens: whether batches of all ranks have the same number of tokens in every call. If not, the hosts of a
         group's ranks exchange their numbers in every layer, and ranks with fewer tokens compute with padding.
-      reshard_after_forward: whether FSDP2 frees gathered parameters between the forward and the backward pass.
-      mp_policy: FSDP2's mixed precision. Experts that are not sharded over "data" are not gathered. Their float32
-        weights are rounded in the layer, with float32 gradients.
+      reshard_after_forward: whether FSDP2 frees gathered parameters between the forward and the backward pass. After a
+        forward pass without gradients it always frees them.
+      mp_policy: FSDP2's mixed precision; `output_dtype` is that of the model's outputs. Experts that are not sharded
+        over "data" are not gathered. Their float32 weights are rounded in the layer, with float32 gradients.
 
     Returns:
       `model` itself.
 
     Raises:
       TypeError: an argument has a wrong type.
-      ValueError: an argument has a wrong value, E or a size is no multiple of the number of ranks, or ranks pass
-        different weights.
+      ValueError: an argument has a wrong value, E or a size is no multiple of the number of ranks, ranks pass different
+        weights, or embeddings that the configuration ties are not tied.
       NotImplementedError: a model without experts of the interface, with packed experts, with a norm of every expert's
-        output, or whose parameters are sharded already.
+        output, with trained parameters of two dtypes in one module, or whose parameters are sharded already.
 
     Gradients: of the mean of the ranks' losses, for every parameter. With equal numbers of labels per rank this is the
     gradient of the mean loss over all tokens. Transformers computes its load-balancing loss from the tokens of one
@@ -94,6 +97,8 @@ def parallelize(
     for path, module in modules.items():
         _check_experts(path, module, expert.size(), data)
     _check_plain(model)
+    _check_dtypes(model)
+    _check_tied(base)
     layers = _decoder_layers(model, base)
     held = holders(model)
     whole = model.state_dict() if held is Holders.FIRST_RANK else {}
@@ -101,8 +106,7 @@ def parallelize(
     group, hosts = _groups(expert, mesh, with_hosts=not equal_tokens)
     options = dict(transport=transport, capacity_factor=capacity_factor)
     share_of = ExpertGroup(group, hosts, options)
-    policy = {} if mp_policy is None else {"mp_policy": mp_policy}
-    _fully_shard(model, base, modules, layers, (data, expert, every), policy | dict(reshard=reshard_after_forward))
+    _fully_shard(model, base, modules, layers, (data, expert, every), mp_policy, reshard_after_forward)
     for module in modules.values():
         share(module, share_of)
     if held is not Holders.ALL_RANKS:
@@ -189,6 +193,35 @@ def _check_plain(model: nn.Module) -> None:
             raise NotImplementedError(f"{name}: got {value.dtype}, expected a float of 16 bits or more")
 
 
+def _trained(module: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
+    """The trained parameters that are no DTensors yet."""
+    for value in module.parameters(recurse):
+        if value.requires_grad and type(value) is nn.Parameter and not hasattr(value, "full_tensor"):
+            yield value
+
+
+def _check_dtypes(model: nn.Module) -> None:
+    """Checks that parameters of different dtypes can be in different units of FSDP2, see `_of_other_dtypes`."""
+    for path, module in model.named_modules():
+        own = {value.dtype for value in _trained(module, recurse=False)}
+        if len(own) > 1:
+            raise NotImplementedError(
+                f"{path or 'model'}: got trained parameters of {' and '.join(sorted(map(str, own)))} in one module, "
+                "expected one dtype: FSDP2 cannot shard them together"
+            )
+
+
+def _check_tied(base: Any) -> None:
+    """Raises ValueError if the configuration ties embeddings that are not tied: they would be trained apart."""
+    first, last = base.get_input_embeddings(), base.get_output_embeddings()
+    tied = getattr(base.config.get_text_config(), "tie_word_embeddings", False)
+    if tied and type(first) is nn.Embedding and type(last) is nn.Linear and first.weight is not last.weight:
+        raise ValueError(
+            "model: got output embeddings of their own with tie_word_embeddings=True, expected tied ones: call "
+            "model.tie_weights() first"
+        )
+
+
 # ---------------------------------------------------------------- sharding
 
 
@@ -228,21 +261,47 @@ def _constant(value: Any) -> Callable[[Any], Any]:
     return lambda _: value
 
 
+def _of_other_dtypes(unit: nn.Module) -> list[list[nn.Module]]:
+    """The modules of a unit whose trained parameters have another dtype than most, by dtype.
+
+    Transformers keeps the routers of some models in float32. FSDP2 requires one dtype per unit.
+    """
+    sizes: collections.Counter[torch.dtype] = collections.Counter()
+    for value in _trained(unit):
+        sizes[value.dtype] += value.numel()
+    most = max(sizes, key=sizes.__getitem__, default=None)
+    modules: dict[torch.dtype, list[nn.Module]] = {}
+    for module in unit.modules():
+        for dtype in {value.dtype for value in _trained(module, recurse=False)} - {most}:
+            modules.setdefault(dtype, []).append(module)
+    return list(modules.values())
+
+
+def _free_without_gradients(model: Any, _: Any) -> None:
+    """Sets that a forward pass frees gathered parameters if no backward pass follows, which would free them."""
+    model.set_reshard_after_forward(not torch.is_grad_enabled())
+
+
 def _fully_shard(
     model: nn.Module,
     base: Any,
     modules: dict[str, nn.Module],
     layers: list[nn.Module],
     meshes: tuple[Any, Any, Any],
-    options: dict[str, Any],
+    mp_policy: "MixedPrecisionPolicy | None",
+    reshard: bool,
 ) -> None:
     """Shards the experts, then all other parameters per decoder layer."""
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
     from torch.distributed.tensor import Shard
 
     data, expert, every = meshes
-    options = options.copy()
-    reshard = options.pop("reshard")
+    # FSDP2 leaves the parameters of the outermost unit gathered unless this is passed.
+    options: dict[str, Any] = dict(reshard_after_forward=reshard)
+    inner = options
+    if mp_policy is not None:
+        inner = options | dict(mp_policy=dataclasses.replace(mp_policy, output_dtype=None))
+        options = options | dict(mp_policy=mp_policy)
     ignored = set()
     for module in modules.values():
         parameters = set(_shard_experts(module, expert))
@@ -251,12 +310,16 @@ def _fully_shard(
             ignored |= parameters
             continue
         placement = Shard(_axis(module, expert.size(), data.size()))
-        sharding: dict[str, Any] = dict(mesh=data, shard_placement_fn=_constant(placement))
-        fully_shard(module, reshard_after_forward=reshard, **sharding, **options)
-    options |= dict(mesh=every, ignored_params=ignored)
+        fully_shard(module, mesh=data, shard_placement_fn=_constant(placement), **inner)
+    over_all: dict[str, Any] = dict(mesh=every, ignored_params=ignored)
     embedding = base.get_input_embeddings()
     if embedding is not None and not getattr(base.config.get_text_config(), "tie_word_embeddings", False):
-        fully_shard(embedding, reshard_after_forward=reshard, **options)
-    for layer in layers:
-        fully_shard(layer, reshard_after_forward=reshard, **options)
-    fully_shard(model, reshard_after_forward=False, **options)
+        fully_shard(embedding, **over_all, **inner)
+    for unit in (*layers, model):
+        for others in _of_other_dtypes(unit):
+            fully_shard(others, **over_all, **inner)
+        fully_shard(unit, **over_all, **(options if unit is model else inner))
+    if not reshard:
+        model.register_forward_pre_hook(_free_without_gradients)
+    if model is not base:  # generate of PEFT's model calls the base model, not PEFT's
+        register_fsdp_forward_method(model, "generate")

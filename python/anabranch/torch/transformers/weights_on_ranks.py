@@ -16,7 +16,7 @@ class Holders(enum.Enum):
     NO_RANK = "no rank"
 
 
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _sum_of_bits(value: Tensor) -> Tensor:
@@ -25,8 +25,12 @@ def _sum_of_bits(value: Tensor) -> Tensor:
 
 
 def _described(model: nn.Module) -> dict[str, tuple[Any, ...]]:
-    """(dtype, shape, whether it is trained, sum of its bits or None on meta) by the name of each parameter."""
-    named = dict(model.named_parameters())
+    """(dtype, shape, whether it is trained, sum of its bits or None on meta) by the name of each parameter and buffer.
+
+    Buffers that are not saved are left out: the constructor computes them, perhaps on another device.
+    """
+    saved = model.state_dict().keys()
+    named = {name: value for name, value in model.named_buffers() if name in saved} | dict(model.named_parameters())
     real = {name: _sum_of_bits(value) for name, value in named.items() if not value.is_meta}
     by_device: dict[torch.device, list[str]] = {}
     for name, total in real.items():
@@ -41,7 +45,7 @@ def _described(model: nn.Module) -> dict[str, tuple[Any, ...]]:
 
 
 def holders(model: nn.Module) -> Holders:
-    """Compares the parameters of all ranks.
+    """Compares the parameters and saved buffers of all ranks.
 
     Raises:
       ValueError: parameters differ between ranks, or only a part of them is on the meta device. Every rank raises.
@@ -64,7 +68,8 @@ def holders(model: nn.Module) -> Holders:
                     f"model: got different values of {name} on rank 0 and rank {rank}, expected the same on all ranks: "
                     "load one checkpoint, or set one seed before the model and its adapters are made"
                 )
-    real = [{value is not None for *_, value in theirs.values()} for theirs in every]
+    parameters = dict(model.named_parameters())
+    real = [{value is not None for name, (*_, value) in theirs.items() if name in parameters} for theirs in every]
     for kind, found in (
         (Holders.ALL_RANKS, [{True}] * len(real)),
         (Holders.FIRST_RANK, [{True}] + [{False}] * (len(real) - 1)),

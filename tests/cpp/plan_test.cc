@@ -82,7 +82,8 @@ TEST(Plan, AcceptsIndicesOfAnyWidth) {
 
   const Tensor<int16_t> narrow_input({T, K}, narrow);
   const Tensor<int64_t> wide_input({T, K}, wide);
-  for (const auto& [input, want] : {std::pair{narrow_input.view(), experts}, std::pair{wide_input.view(), with_large}}) {
+  for (const auto& [input, want] :
+       {std::pair{narrow_input.view(), experts}, std::pair{wide_input.view(), with_large}}) {
     const Plan plan(T, K, E, R);
     ab_plan_args args = plan_args(nullptr, nullptr, E, 0, plan);
     args.experts = input;

@@ -322,7 +322,9 @@ def check_errors(rank, ranks):
         adapter.parallelize(other, mesh_of(0, ranks))
     mixed = build("qwen3_moe")
     mixed.model.layers[0].mlp.experts.down_proj.data = mixed.model.layers[0].mlp.experts.down_proj.data.bfloat16()
-    with pytest.raises(NotImplementedError, match=r"experts: got trained parameters of torch.bfloat16 and torch.float3"):
+    with pytest.raises(
+        NotImplementedError, match=r"experts: got trained parameters of torch.bfloat16 and torch.float3"
+    ):
         adapter.parallelize(mixed, mesh_of(0, ranks))
     config = copy.deepcopy(mixed.config)
     config.num_experts, config.num_experts_per_tok = 5, 2

@@ -1,6 +1,5 @@
 """`check`: whether a checkpoint has every expert exactly once."""
 
-import json
 import os
 import pathlib
 import re
@@ -15,7 +14,7 @@ from anabranch._text import shown
 from anabranch.checkpoints.block import some
 from anabranch.checkpoints.families import FAMILIES
 from anabranch.checkpoints.family import Family, Stored, parts_of
-from anabranch.checkpoints.files import Files
+from anabranch.checkpoints.files import Files, read_json
 from anabranch.checkpoints.packing import unpack
 from anabranch.packed import KINDS
 
@@ -92,8 +91,7 @@ def check(
 def read_config(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The config.json of a folder; {} if there is none."""
     file = pathlib.Path(path) / "config.json"
-    config: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    return config
+    return read_json(file) if file.exists() else {}
 
 
 def find_family(config: dict[str, Any], family: str | Family | None) -> Family:
@@ -102,7 +100,7 @@ def find_family(config: dict[str, Any], family: str | Family | None) -> Family:
         if family.packed:
             raise ValueError(f"family: got one with packed={family.packed!r}, expected it without with_packed")
         return family
-    text = config.get("text_config", {})
+    text = config.get("text_config") or {}
     names = [family] if family is not None else [config.get("model_type"), text.get("model_type")]
     for name in names:
         if name in FAMILIES:
@@ -114,7 +112,7 @@ def find_num_experts(config: dict[str, Any], num_experts: int | None) -> int:
     """E, as given or from a config.json."""
     if num_experts is not None:
         return checks.integer("num_experts", num_experts, 1)
-    for part in (config, config.get("text_config", {})):
+    for part in (config, config.get("text_config") or {}):
         for key in _NUM_EXPERTS:
             if part.get(key):
                 return checks.integer(key, part[key], 1)

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from anabranch._text import shown, typed
+
 _DTYPES = {
     "BOOL": np.bool_,
     "U8": np.uint8,
@@ -59,11 +61,12 @@ class Files(Mapping[str, np.ndarray]):
     """The tensors of a safetensors checkpoint by name, for `load`. Each is a read-only view of its file.
 
     Args:
-      path: a folder with a model's safetensors files, or one file. Of a folder, the files of its index are read;
+      path: a folder with a model's safetensors files, or one file. In a folder, the files of its index are read;
         without an index model.safetensors, or else all.
 
     Raises:
-      ValueError: there is no file, a name is in two files, or the index and the files disagree.
+      ValueError: a file is missing or damaged, a name is in two files, or the index and the files disagree. Messages
+        name the file.
 
     >>> import numpy as np, pathlib, tempfile
     >>> from anabranch.checkpoints import Files, write_file
@@ -75,16 +78,15 @@ class Files(Mapping[str, np.ndarray]):
 
     def __init__(self, path: str | os.PathLike[str]):
         self.path = pathlib.Path(path)
-        self.files = [self.path]
-        index = self.path / INDEX
-        listed: dict[str, str] = json.loads(index.read_text())["weight_map"] if index.exists() else {}
-        if self.path.is_dir():
-            alone = [self.path / "model.safetensors"]
-            given = [self.path / name for name in sorted(set(listed.values()))]
-            self.files = given or (alone if alone[0].exists() else sorted(self.path.glob("*.safetensors")))
-        for file in self.files[1:]:
+        index, alone = self.path / INDEX, self.path / "model.safetensors"
+        listed = _weight_map(index) if index.exists() else {}
+        given = [self.path / name for name in sorted(set(listed.values()))]
+        self.files = given or ([alone] if alone.exists() else sorted(self.path.glob("*.safetensors")))
+        if not self.path.is_dir():
+            self.files = [self.path]
+        for file in given:
             if not file.exists():
-                raise ValueError(f"path: got no {file}, expected it ({index})")
+                raise ValueError(f"path: got no file {file}, expected all files of {index}")
         if not self.files or not self.files[0].exists():
             raise ValueError(f"path: got {self.path}, expected a safetensors file or a folder with some")
         self.entries: dict[str, Entry] = {}
@@ -103,10 +105,14 @@ class Files(Mapping[str, np.ndarray]):
                     raise ValueError(f"{name}: got {found or 'no file'}, expected {listed.get(name)} ({index})")
 
     def __getitem__(self, name: str) -> np.ndarray:
-        entry = self.entries[name]
-        if entry.dtype not in _DTYPES:
-            raise TypeError(f"{name}: got {entry.dtype}, expected one of {', '.join(_DTYPES)}")
-        return self.bytes_of(name).view(_DTYPES[entry.dtype]).reshape(entry.shape)
+        return self.bytes_of(name).view(self.dtype_of(name)).reshape(self.entries[name].shape)
+
+    def dtype_of(self, name: str) -> np.dtype:
+        """The numpy dtype of a tensor."""
+        dtype = self.entries[name].dtype
+        if dtype not in _DTYPES:
+            raise TypeError(f"{name}: got {dtype}, expected one of {', '.join(_DTYPES)}")
+        return np.dtype(_DTYPES[dtype])
 
     def bytes_of(self, name: str) -> np.ndarray:
         """The bytes of a tensor, of any dtype."""
@@ -123,6 +129,25 @@ class Files(Mapping[str, np.ndarray]):
         return len(self.entries)
 
 
+def read_json(file: pathlib.Path) -> dict[str, Any]:
+    """The object in a JSON file."""
+    try:
+        found = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{file}: got damaged JSON ({error}), expected an object") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file}: got {typed(found)}, expected an object")
+    return found
+
+
+def _weight_map(index: pathlib.Path) -> dict[str, str]:
+    """The file of every tensor, by an index."""
+    found = read_json(index).get("weight_map")
+    if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+        raise ValueError(f"{index}: got the weight_map {shown(found)}, expected the file of every tensor")
+    return found
+
+
 def _read_header(file: pathlib.Path) -> Iterator[tuple[str, Entry]]:
     """The entries of a file in the order of their bytes."""
     size = file.stat().st_size
@@ -130,17 +155,24 @@ def _read_header(file: pathlib.Path) -> Iterator[tuple[str, Entry]]:
         length = int.from_bytes(opened.read(8), "little")
         if not 2 <= length <= size - 8:
             raise ValueError(f"{file}: got a header of {length} bytes in a file of {size}, expected a safetensors file")
-        pairs = json.loads(opened.read(length), object_pairs_hook=lambda pairs: pairs)
+        text = opened.read(length)
     found = []
-    for name, fields in pairs:
-        if name == "__metadata__":
-            continue
-        entry = dict(fields)
-        begin, end = entry["data_offsets"]
-        found.append((name, Entry(entry["dtype"], tuple(entry["shape"]), end - begin, file, 8 + length + begin)))
+    try:
+        for name, fields in json.loads(text, object_pairs_hook=lambda pairs: pairs):
+            if name == "__metadata__":
+                continue
+            entry = dict(fields)
+            begin, end = entry["data_offsets"]
+            found.append((name, Entry(entry["dtype"], tuple(entry["shape"]), end - begin, file, 8 + length + begin)))
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{file}: got a damaged header ({error!r}), expected a safetensors file") from error
     for name, tensor in found:
         if tensor.start + tensor.bytes > size:
             raise ValueError(f"{name}: got a file of {size} bytes, expected {tensor.start + tensor.bytes}: {file}")
+        if tensor.dtype in _DTYPES and tensor.bytes != new_entry(_DTYPES[tensor.dtype], tensor.shape).bytes:
+            raise ValueError(
+                f"{name}: got {tensor.bytes} bytes, expected those of {tensor.dtype} {list(tensor.shape)}: {file}"
+            )
     return iter(sorted(found, key=lambda item: item[1].start))
 
 

@@ -254,6 +254,35 @@ def test_shapes_of_experts_and_routers_are_checked(key, axis, message, tmp_path)
         check(write(tmp_path, "qwen3_moe", tensors), progress=None)
 
 
+def test_missing_and_damaged_files_are_errors_that_name_them(tmp_path):
+    folder = write(tmp_path, "qwen3_moe", plain_tensors("qwen3_moe"))
+    for file in ("model-0.safetensors", "model-1.safetensors"):
+        content = (folder / file).read_bytes()
+        (folder / file).unlink()
+        with pytest.raises(ValueError, match=f"got no file .*{file}, expected all files of .*index.json"):
+            Files(folder)
+        header = int.from_bytes(content[:8], "little")
+        for damaged, message in (
+            (content[:5], "got a header of"),
+            (content[: 8 + header // 2], "got a header of"),
+            (content[:8] + b"\0" * header + content[8 + header :], "got a damaged header"),
+            (content.replace(b'"data_offsets"', b'"data_offsetz"', 1), "got a damaged header"),
+            (content.replace(b'"BF16"', b'"F32" ', 1), r"weight: got \d+ bytes, expected those of F32 "),
+        ):
+            (folder / file).write_bytes(damaged)
+            with pytest.raises(ValueError, match=message) as error:
+                Files(folder)
+            assert file in str(error.value)
+        (folder / file).write_bytes(content)
+    for file in ("model.safetensors.index.json", "config.json"):
+        content = (folder / file).read_text()
+        for damaged in (content[:-9], "", "[]", '{"weight_map": 1}'):
+            (folder / file).write_text(damaged)
+            with pytest.raises(ValueError, match=f"{file}: got|family: got None"):
+                check(folder)
+        (folder / file).write_text(content)
+
+
 def test_files_that_disagree_are_errors(tmp_path):
     folder = write(tmp_path, "qwen3_moe", plain_tensors("qwen3_moe"))
     key, index_file = UP.format(3), folder / "model.safetensors.index.json"

@@ -62,11 +62,12 @@ class Files(Mapping[str, np.ndarray]):
 
     Args:
       path: a folder with a model's safetensors files, or one file. In a folder, the files of its index are read;
-        without an index model.safetensors, or else all.
+        without an index model.safetensors, or else all. An index of which no file is left beside a model.safetensors
+        is ignored: `save_pretrained` of Transformers leaves it there.
 
     Raises:
-      ValueError: a file is missing or damaged, a name is in two files, or the index and the files disagree. Messages
-        name the file.
+      ValueError: a file is missing or damaged, a name is in two files, the index and the files disagree, or there is
+        a model.safetensors beside the files of an index that does not list it. Messages name the file.
 
     >>> import numpy as np, pathlib, tempfile
     >>> from anabranch.checkpoints import Files, write_file
@@ -81,9 +82,14 @@ class Files(Mapping[str, np.ndarray]):
         index, alone = self.path / INDEX, self.path / "model.safetensors"
         listed = _weight_map(index) if index.exists() else {}
         given = [self.path / name for name in sorted(set(listed.values()))]
-        self.files = given or ([alone] if alone.exists() else sorted(self.path.glob("*.safetensors")))
-        if not self.path.is_dir():
-            self.files = [self.path]
+        if alone.exists() and alone not in given:
+            if left := [file.name for file in given if file.exists()]:
+                raise ValueError(
+                    f"path: got {alone}, which Transformers loads, beside {', '.join(left[:2])} of {INDEX}, expected "
+                    f"one checkpoint; delete {alone.name}, or the index and its files, whichever is outdated"
+                )
+            listed, given = {}, [alone]
+        self.files = given or (sorted(self.path.glob("*.safetensors")) if self.path.is_dir() else [self.path])
         for file in given:
             if not file.exists():
                 raise ValueError(f"path: got no file {file}, expected all files of {index}")

@@ -283,6 +283,16 @@ def test_missing_and_damaged_files_are_errors_that_name_them(tmp_path):
         (folder / file).write_text(content)
 
 
+def test_an_index_that_save_pretrained_left_is_ignored(tmp_path):
+    folder = write(tmp_path, "qwen3_moe", plain_tensors("qwen3_moe"))
+    write_file(folder / "model.safetensors", plain_tensors("qwen3_moe", layers=(5,)))
+    (folder / "model-0.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"got .*model\.safetensors, .* beside model-1\.safetensors of .* delete"):
+        Files(folder)
+    (folder / "model-1.safetensors").unlink()
+    assert "model.layers.5.mlp.gate.weight" in Files(folder) and len(check(folder, progress=None).norms) == 3
+
+
 def test_files_that_disagree_are_errors(tmp_path):
     folder = write(tmp_path, "qwen3_moe", plain_tensors("qwen3_moe"))
     key, index_file = UP.format(3), folder / "model.safetensors.index.json"

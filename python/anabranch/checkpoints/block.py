@@ -9,7 +9,7 @@ import numpy as np
 from anabranch import checks
 from anabranch._text import shown, typed
 from anabranch.checkpoints.families import FAMILIES
-from anabranch.checkpoints.family import Family, Part, Stored, parts_of, with_parts
+from anabranch.checkpoints.family import PLAIN, Family, Part, Stored, parts_of, with_parts
 from anabranch.packed import KINDS, is_packed
 
 
@@ -90,18 +90,18 @@ def load(
     """
     family = _family(family)
     source = _Source(tensors, prefix, family.roots)
-    sizes = _sizes(family) | _given_sizes(family, num_experts, intermediate_size)
+    sizes = known_sizes(family) | _given_sizes(family, num_experts, intermediate_size)
     gate = source.full(family.gate.names[0])
     block = Block({}, {}, {}, {})
     for place in _places(family):
         if place.part != "router" and "e" not in sizes:
             raise ValueError("num_experts: got None, expected E, which this family's router does not determine")
         getattr(block, place.part)[place.argument] = _read(source, family, place, sizes)
-        _check_num_experts(family, gate, sizes)
+        check_num_experts(family, gate, sizes)
     for name, axes in family.others.items():
-        block.others[name] = source.read(name, f"a tensor {_shape_text(axes, sizes)}")
-        _check_shape(source.full(name), block.others[name].shape, axes, sizes)
-    _check_num_experts(family, gate, sizes)
+        block.others[name] = source.read(name, f"a tensor {shape_text(axes, sizes)}")
+        check_shape(source.full(name), block.others[name].shape, axes, sizes)
+    check_num_experts(family, gate, sizes)
     if source.unread:
         raise ValueError(
             f"{prefix or 'tensors'}: got {some(prefix + name for name in source.unread)}, which the family does "
@@ -132,16 +132,16 @@ def store(family: str | Family, block: Block, prefix: str = "") -> dict[str, np.
     ['experts.0.w1.weight', 'experts.0.w2.weight', 'experts.0.w3.weight']
     """
     family = _family(family)
-    sizes = _sizes(family)
+    sizes = known_sizes(family)
     tensors: dict[str, np.ndarray] = {}
     given = {(part, argument) for part in Block._fields for argument in getattr(block, part)}
     for place in _places(family):
         for name, tensor in _written(block, family, place, given, sizes):
             tensors[prefix + name] = tensor
     for name, axes in family.others.items():
-        tensors[prefix + name] = np.asarray(_take(block, "others", name, given, _shape_text(axes, sizes)))
-        _check_shape(f"others[{name!r}]", tensors[prefix + name].shape, axes, sizes)
-    _check_num_experts(family, "router['gate']", sizes)
+        tensors[prefix + name] = np.asarray(_take(block, "others", name, given, shape_text(axes, sizes)))
+        check_shape(f"others[{name!r}]", tensors[prefix + name].shape, axes, sizes)
+    check_num_experts(family, "router['gate']", sizes)
     if given:
         raise ValueError(
             f"block: got {some(f'{part}[{argument!r}]' for part, argument in given)}, expected nothing there"
@@ -189,8 +189,8 @@ def _places(family: Family) -> Iterator[_Place]:
             )
 
 
-def _sizes(family: Family) -> dict[str, int]:
-    """The sizes known at the start, by letter; `_check_shape` adds to them."""
+def known_sizes(family: Family) -> dict[str, int]:
+    """The sizes known at the start, by letter; `check_shape` adds to them."""
     return {"1": 1, "p": family.parts}
 
 
@@ -206,7 +206,7 @@ def _given_sizes(family: Family, num_experts: Any, intermediate_size: Any) -> di
     return given
 
 
-def _check_num_experts(family: Family, gate: str, sizes: dict[str, int]) -> None:
+def check_num_experts(family: Family, gate: str, sizes: dict[str, int]) -> None:
     """Relates E to the number of router logits if both are known; sets E if only the logits determine it."""
     logits, extra = sizes.get("r"), family.extra_logits
     if isinstance(extra, str):
@@ -239,17 +239,17 @@ def _written(
 ) -> Iterator[tuple[str, np.ndarray]]:
     """The tensors of an array of the block, or of a packed matrix."""
     label, axes = f"{place.part}[{place.argument!r}]", " ".join(place.own_axes)
-    value = _take(block, place.part, place.argument, given, _shape_text(axes, sizes))
+    value = _take(block, place.part, place.argument, given, shape_text(axes, sizes))
     packed = next((name for name, kind in KINDS.items() if isinstance(value, kind)), None)
     if place.argument in ("w_in", "w_out") and packed != family.packed and (packed or place.part == "experts"):
         got, expected = (KINDS[name].__name__ if name else "a plain array" for name in (packed, family.packed))
         raise ValueError(f"{label}: got {got}, expected {expected}")
     if not is_packed(value):
         array = np.asarray(value)
-        _check_shape(label, array.shape, axes, sizes)
+        check_shape(label, array.shape, axes, sizes)
         value = (array.transpose(place.to_stored),)
     for part, array in zip(parts_of(packed, place.stored.letters), map(np.asarray, value), strict=True):
-        _check_shape(label, part.logical(array.shape, place.axes), " ".join(place.axes), sizes)
+        check_shape(label, array.shape, " ".join(place.axes), sizes, part)
         yield from _split(array, place.stored, sizes, part)
 
 
@@ -284,7 +284,7 @@ class _Source:
         return self._prefix + name
 
 
-def _pieces(stored: Stored, num_experts: int) -> Iterator[tuple[tuple[Any, ...], str]]:
+def pieces(stored: Stored, num_experts: int) -> Iterator[tuple[tuple[Any, ...], str]]:
     """Each tensor that an array consists of: its index in the array, and its name."""
     whole = slice(None)
     for e in range(num_experts) if stored.per_expert else (whole,):
@@ -296,14 +296,14 @@ def _pieces(stored: Stored, num_experts: int) -> Iterator[tuple[tuple[Any, ...],
 def _assemble(source: _Source, stored: Stored, sizes: dict[str, int], part: Part) -> np.ndarray:
     """The whole array in the checkpoint's order; a view if it is one tensor."""
     array = None
-    pieces = list(_pieces(stored, sizes.get("e", 0)))
-    for at, name in pieces:
+    stored_pieces = list(pieces(stored, sizes.get("e", 0)))
+    for at, name in stored_pieces:
         name += part.suffix
-        tensor = source.read(name, f"a tensor {_shape_text(stored.axes, sizes)}")
-        _check_dtype(source.full(name), tensor.dtype, part)
-        _check_shape(source.full(name), part.logical(tensor.shape, stored.axes.split()), stored.axes, sizes)
+        tensor = source.read(name, f"a tensor {shape_text(stored.axes, sizes, part)}")
+        check_dtype(source.full(name), tensor.dtype, part)
+        check_shape(source.full(name), tensor.shape, stored.axes, sizes, part)
         tensor = tensor.reshape(part.shape("".join(letter for letter in stored.axes if letter not in " 1"), sizes))
-        if len(pieces) == 1:
+        if len(stored_pieces) == 1:
             array = tensor
             continue
         if array is None:
@@ -320,16 +320,17 @@ def _assemble(source: _Source, stored: Stored, sizes: dict[str, int], part: Part
 def _split(array: np.ndarray, stored: Stored, sizes: dict[str, int], part: Part) -> Iterator[tuple[str, np.ndarray]]:
     """Splits an array in the checkpoint's order into the checkpoint's tensors."""
     array = array.reshape(part.shape(stored.letters, sizes))
-    for at, name in _pieces(stored, sizes.get("e", 0)):
+    for at, name in pieces(stored, sizes.get("e", 0)):
         shape = [math.prod(part.shape(axis, sizes)[: len(axis)]) for axis in stored.axes.split()]
         yield name + part.suffix, array[at].reshape([*shape, *part.tail])
 
 
-def _check_shape(name: str, shape: tuple[int, ...], axes: str, sizes: dict[str, int]) -> None:
-    """Checks a shape, and adds the sizes that it determines to the known ones."""
-    expected = _shape_text(axes, sizes)
-    fits = len(shape) == len(axes.split())
-    for size, axis in zip(shape, axes.split(), strict=False):
+def check_shape(name: str, shape: tuple[int, ...], axes: str, sizes: dict[str, int], part: Part = PLAIN) -> None:
+    """Checks the shape of an array that stands for a matrix with these axes, and adds the sizes that it determines."""
+    expected = shape_text(axes, sizes, part)
+    logical = part.logical(shape, axes.split())
+    fits = logical is not None
+    for size, axis in zip(logical or (), axes.split(), strict=False):
         unknown = [letter for letter in axis if letter not in sizes]
         known = math.prod(sizes[letter] for letter in axis if letter in sizes)
         if unknown and fits:
@@ -341,18 +342,26 @@ def _check_shape(name: str, shape: tuple[int, ...], axes: str, sizes: dict[str, 
         raise ValueError(f"{name}: got {list(shape)}, expected {expected}")
 
 
-def _shape_text(axes: str, sizes: dict[str, int]) -> str:
-    """A shape for a message, with the known sizes.
+def shape_text(axes: str, sizes: dict[str, int], part: Part = PLAIN) -> str:
+    """The shape of an array that stands for a matrix with these axes, for a message, with the known sizes.
 
-    >>> _shape_text("e pf d", {"e": 8, "p": 2, "d": 16})
+    >>> shape_text("e pf d", {"e": 8, "p": 2, "d": 16})
     '[E, 2 F, D] with E = 8, D = 16'
+    >>> shape_text("f d", {}, parts_of("mxfp4", "fd")[0])
+    '[F, D/32, 16]'
     """
-    names = [" ".join(str(sizes["p"]) if letter == "p" else letter.upper() for letter in axis) for axis in axes.split()]
+
+    def text(letter: str) -> str:
+        name = str(sizes["p"]) if letter == "p" else letter.upper()
+        return f"{name}/{part.blocks[letter]}" if letter in part.blocks else name
+
+    names = [" ".join(map(text, axis)) for axis in axes.split()] + [*map(str, part.tail)]
     known = [f"{letter.upper()} = {sizes[letter]}" for letter in axes if letter in sizes and letter not in "p1"]
     return f"[{', '.join(names)}]" + (f" with {', '.join(known)}" if known else "")
 
 
-def _check_dtype(name: str, dtype: np.dtype, part: Part) -> None:
+def check_dtype(name: str, dtype: np.dtype, part: Part) -> None:
+    """Checks the dtype of an array that stands for a matrix."""
     if dtype.name not in part.dtypes:
         plain = "float32" in part.dtypes and not part.suffix
         expected = "a floating dtype of 16 bits or more" if plain else " or ".join(part.dtypes)

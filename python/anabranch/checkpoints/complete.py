@@ -11,9 +11,17 @@ import numpy as np
 
 from anabranch import checks
 from anabranch._text import shown
-from anabranch.checkpoints.block import some
+from anabranch.checkpoints.block import (
+    check_dtype,
+    check_num_experts,
+    check_shape,
+    known_sizes,
+    pieces,
+    shape_text,
+    some,
+)
 from anabranch.checkpoints.families import FAMILIES
-from anabranch.checkpoints.family import Family, Stored, parts_of
+from anabranch.checkpoints.family import PLAIN, Family, Part, Stored, parts_of
 from anabranch.checkpoints.files import Files, read_json
 from anabranch.checkpoints.packing import unpack
 from anabranch.packed import KINDS
@@ -54,7 +62,8 @@ def check(
 ) -> Report:
     """Checks that a checkpoint has every expert of every layer exactly once, and computes their norms.
 
-    All experts are read, one matrix at a time.
+    All experts are read, one matrix at a time, with their biases and the router's `gate` and `gate_bias`. No other
+    tensor is checked: `expert_bias`, shared experts, attention, norms and embeddings may be missing or wrong.
 
     Args:
       path: the folder with the safetensors files, and the config.json if an argument is left out.
@@ -66,10 +75,12 @@ def check(
       A `Report`.
 
     Raises:
-      ValueError: an expert is missing, is surplus, is in two files, is zero or not finite, or has the bytes of another
-        expert of its layer or another shape than expert 0; a router is not one of E experts; a block has a router but
-        no experts, or experts but no router; the index and the files disagree; an argument is needed or wrong. The
-        message names the tensors.
+      TypeError: a tensor has a dtype that its format does not allow.
+      ValueError: an expert lacks a weight, scales or a bias, is surplus, is in two files, is zero, or has the bytes of
+        another expert of its layer; an expert or a router is not finite, or has another shape or dtype than the others
+        of its block; a router is not one of E experts; a block has a router but no experts, or experts but no router;
+        a file is missing or damaged, or the index and the files disagree; an argument is needed or wrong. The message
+        names the tensors or the file.
     """
     files = Files(path)
     config = read_config(path)
@@ -78,7 +89,7 @@ def check(
     family = plain.with_packed(packed) if packed else plain
     E = find_num_experts(config, num_experts)
     norms: dict[str, np.ndarray] = {}
-    prefixes = check_names(files, family, E)
+    prefixes = check_blocks(files, family, E)
     for number, prefix in enumerate(prefixes):
         if progress is not None:
             progress(f"checking experts {number + 1} of {len(prefixes)}: {prefix}")
@@ -133,24 +144,22 @@ def name_pattern(name: str) -> re.Pattern[str]:
     return re.compile(r"(?P<prefix>(?:.*\.)?)" + re.escape(name).replace(r"\{e\}", r"(?P<e>\d+)"))
 
 
-def _names(family: Family, E: int) -> Iterator[tuple[str, set[str]]]:
-    """Each stored name of the experts with its suffix, and the names of all its tensors."""
+def _parts(family: Family) -> Iterator[tuple[Stored, Part]]:
+    """The arrays of the experts: weights, their scales, and biases."""
     for stored in (family.w_in, family.w_out):
-        for name in stored.names:
-            for part in parts_of(family.packed, stored.letters):
-                full = name + part.suffix
-                yield full, {full.format(e=e) for e in range(E if stored.per_expert else 1)}
+        yield from ((stored, part) for part in parts_of(family.packed, stored.letters))
+    yield from ((stored, PLAIN) for stored in (family.b_in, family.b_out) if stored)
 
 
-def check_names(files: Files, family: Family, E: int) -> list[str]:
-    """Checks the names of all experts' tensors and returns the prefixes of the blocks, in the order of the files."""
+def check_blocks(files: Files, family: Family, E: int) -> list[str]:
+    """Checks all but the values of the experts' weights; returns the prefixes of the blocks in the order of layers."""
     found: dict[str, set[str]] = {}
-    for full, _ in _names(family, E):
-        pattern = name_pattern(full)
-        for name in files:
-            if match := pattern.fullmatch(name):
-                found.setdefault(match["prefix"], set()).add(name)
-    expected = {name for _, names in _names(family, E) for name in names}
+    for stored, part in _parts(family):
+        for pattern in (name_pattern(name + part.suffix) for name in stored.names):
+            for name in files:
+                if match := pattern.fullmatch(name):
+                    found.setdefault(match["prefix"], set()).add(name)
+    expected = {name + part.suffix for stored, part in _parts(family) for _, name in pieces(stored, E)}
     gate = name_pattern(family.gate.names[0])
     routers = {match["prefix"] for name in files if (match := gate.fullmatch(name))}
     if not found and not routers:
@@ -161,14 +170,33 @@ def check_names(files: Files, family: Family, E: int) -> list[str]:
     surplus = {name for prefix, names in found.items() for name in names if name.removeprefix(prefix) not in expected}
     if surplus:
         raise ValueError(f"experts: got {some(surplus)}, expected only experts 0 to {E - 1}")
-    for prefix in routers:
-        name = prefix + family.gate.names[0]
-        shape = files.entries[name].shape
-        if E not in shape:
-            raise ValueError(f"{name}: got {list(shape)}, expected a router of E = {E} experts")
     if without := found.keys() - routers:
         raise ValueError(f"experts: got experts of {some(without)} without {family.gate.names[0]}, expected a router")
-    return sorted(found, key=lambda prefix: [int(part) if part.isdigit() else -1 for part in prefix.split(".")])
+    prefixes = sorted(found, key=lambda prefix: [int(part) if part.isdigit() else -1 for part in prefix.split(".")])
+    for prefix in prefixes:
+        _check_arrays(files, family, prefix, E)
+    return prefixes
+
+
+def _check_arrays(files: Files, family: Family, prefix: str, E: int) -> None:
+    """Checks dtypes and shapes of the router and the experts of a block, and that all but packed weights are finite."""
+    sizes = known_sizes(family) | {"e": E}
+    router = [(stored, PLAIN) for stored in (family.gate, family.gate_bias) if stored]
+    for stored, part in (*router, *_parts(family)):
+        dtype = None
+        for _, name in pieces(stored, E):
+            name = prefix + name + part.suffix
+            if name not in files:
+                raise ValueError(f"{name}: got no such tensor, expected a tensor {shape_text(stored.axes, sizes)}")
+            found = files.dtype_of(name)
+            check_dtype(name, found, part)
+            check_shape(name, files.entries[name].shape, stored.axes, sizes, part)
+            dtype = dtype or found
+            if found != dtype:
+                raise ValueError(f"{name}: got {found}, expected {dtype} like the other tensors of its array")
+            if stored not in (family.w_in, family.w_out) and not np.isfinite(files[name]).all():
+                raise ValueError(f"{name}: got NaN or an infinity, expected finite numbers")
+    check_num_experts(family, prefix + family.gate.names[0], sizes)
 
 
 def _matrix(files: Files, name: str, stored: Stored, packed: str | None, E: int, e: int) -> tuple[np.ndarray, ...]:
@@ -176,32 +204,27 @@ def _matrix(files: Files, name: str, stored: Stored, packed: str | None, E: int,
     arrays = []
     for part in parts_of(packed, stored.letters):
         array = files[name.format(e=e) + part.suffix]
-        if array.dtype.name not in part.dtypes:
-            raise TypeError(f"{name}{part.suffix}: got {array.dtype}, expected {' or '.join(part.dtypes)}")
-        if not stored.per_expert:
-            if "ef" in stored.axes and array.shape[0] % E == 0:
-                array = array.reshape(E, -1, *array.shape[1:])
-            if array.shape[0] != E:
-                raise ValueError(f"{name}{part.suffix}: got {list(array.shape)}, expected E = {E} experts")
-            array = array[e]
-        arrays.append(array)
+        if "ef" in stored.axes:
+            array = array.reshape(E, -1, *array.shape[1:])
+        arrays.append(array if stored.per_expert else array[e])
     return tuple(arrays)
+
+
+def norm_of(name: str, values: np.ndarray) -> float:
+    """The Frobenius norm of an expert's matrix, which must be positive and finite."""
+    norm = float(np.sqrt(np.sum(np.square(values, dtype=np.float64))))
+    if not 0 < norm < np.inf:
+        raise ValueError(f"{name}: got the norm {norm}, expected a positive number")
+    return norm
 
 
 def _norms(files: Files, name: str, stored: Stored, packed: str | None, E: int) -> np.ndarray:
     """The norms of one matrix of all experts; refuses experts that are zero, not finite or alike."""
     norms = np.empty(E)
-    shapes: list[tuple[int, ...]] = []
     for e in range(E):
         arrays = _matrix(files, name, stored, packed, E, e)
-        found = [array.shape for array in arrays]
-        shapes = shapes or found
-        if found != shapes:
-            raise ValueError(f"{name}: got {list(found[0])} for expert {e}, expected {list(shapes[0])} as for expert 0")
-        values = unpack(KINDS[packed](*arrays) if packed else arrays[0]).reshape(-1)
-        norms[e] = np.sqrt(np.sum(np.square(values, dtype=np.float64)))
-        if not 0 < norms[e] < np.inf:
-            raise ValueError(f"{name}: got expert {e} with the norm {norms[e]}, expected a positive number")
+        values = unpack(KINDS[packed](*arrays) if packed else arrays[0])
+        norms[e] = norm_of(name.format(e=e) if stored.per_expert else f"{name}, expert {e}", values)
         for other in np.flatnonzero(norms[:e] == norms[e]):
             before = _matrix(files, name, stored, packed, E, int(other))
             if all(a.tobytes() == b.tobytes() for a, b in zip(arrays, before, strict=True)):

@@ -13,7 +13,7 @@ import numpy as np
 from anabranch.checkpoints.complete import (
     Report,
     check,
-    check_names,
+    check_blocks,
     find_family,
     find_num_experts,
     name_pattern,
@@ -74,7 +74,7 @@ def convert(
     if not plain.w_in.per_expert and plain != FAMILIES["gpt_oss"]:
         raise ValueError(f"family: got experts stored as {plain.w_in}, expected a tensor per expert, or gpt_oss")
     new = plain.with_packed(packed)
-    check_names(files, plain, find_num_experts(config, num_experts))
+    check_blocks(files, plain, find_num_experts(config, num_experts))
     if target.exists() and any(target.iterdir()):
         raise ValueError(f"target: got {target}, which is not empty, expected a new folder")
     planned = {file: dict(_plan(files, file, plain, new)) for file in files.files}

@@ -5,6 +5,7 @@ from e, c the router's input width if it differs from d; s width of the shared e
 axes of a table [v, k] of experts.
 """
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,21 +38,22 @@ class Part(NamedTuple):
         """The shape of this array with an axis per letter."""
         return [sizes[letter] // self.blocks.get(letter, 1) for letter in letters] + [*self.tail]
 
-    def logical(self, shape: Sequence[int], axes: Sequence[str]) -> tuple[int, ...]:
-        """The shape of the matrix, with these axes, that an array of a shape belongs to."""
-        leading = tuple(shape[: len(shape) - len(self.tail)])
-        if len(leading) != len(axes) or tuple(shape[len(leading) :]) != self.tail:
-            return tuple(shape)
-        for i, axis in enumerate(axes):
-            for letter in axis:
-                leading = (*leading[:i], leading[i] * self.blocks.get(letter, 1), *leading[i + 1 :])
-        return leading
+    def logical(self, shape: Sequence[int], axes: Sequence[str]) -> tuple[int, ...] | None:
+        """The shape of the matrix, with these axes, that an array of a shape belongs to; None: there is none."""
+        if len(shape) != len(axes) + len(self.tail) or tuple(shape[len(axes) :]) != self.tail:
+            return None
+        blocks = (math.prod(self.blocks.get(letter, 1) for letter in axis) for axis in axes)
+        return tuple(size * block for size, block in zip(shape, blocks, strict=False))
+
+
+#: The only array of a matrix that is not packed.
+PLAIN = Part("", ("float64", "float32", "float16", "bfloat16"), {})
 
 
 def parts_of(packed: str | None, letters: str) -> tuple[Part, ...]:
     """The arrays that stand for a matrix with these axes, in the order of its packed type."""
     if packed is None:
-        return (Part("", ("float64", "float32", "float16", "bfloat16"), {}),)
+        return (PLAIN,)
     if packed == "mxfp4":
         blocks = {letters[-1]: MX_BLOCK}
         return Part("_blocks", ("uint8",), blocks, (MX_BYTES,)), Part("_scales", _BYTES, blocks)

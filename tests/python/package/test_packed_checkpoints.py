@@ -100,10 +100,11 @@ def test_wrong_packed_tensors_are_errors_that_name_them():
         (
             {blocks: tensors[blocks][:-1]},
             ValueError,
-            rf"{blocks}: got \[3, 256, 128\], expected \[E, D, F\] with E = 4",
+            rf"{blocks}: got \[3, 256, 4, 16\], expected \[E, D, F/32, 16\] with E = 4",
         ),
         ({blocks: tensors[blocks][..., :8]}, ValueError, rf"{blocks}: got \[4, 256, 4, 8\]"),
-        ({scales: tensors[scales][..., :2]}, ValueError, rf"{scales}: got \[4, 256, 64\]"),
+        ({blocks: tensors[blocks].reshape(E, D, -1)}, ValueError, rf"{blocks}: got \[4, 256, 64\]"),
+        ({scales: tensors[scales][..., :2]}, ValueError, rf"{scales}: got \[4, 256, 2\], expected \[E, D, F/32\]"),
         ({blocks: tensors[blocks].astype(np.float32)}, TypeError, f"{blocks}: got float32, expected uint8"),
     ):
         changed = {name: value for name, value in (tensors | change).items() if value is not None}
@@ -129,9 +130,11 @@ def plain_tensors(name, layers=(0, 2)):
         if name == "gpt_oss":
             shapes = {
                 "router.weight": (E, D),
+                "router.bias": (E,),
                 "experts.gate_up_proj": (E, D, 2 * F),
                 "experts.gate_up_proj_bias": (E, 2 * F),
                 "experts.down_proj": (E, F, D),
+                "experts.down_proj_bias": (E, D),
             }
         else:
             shapes = {"gate.weight": (E, D)}
@@ -216,8 +219,9 @@ INCOMPLETE = {
     ),
     "no router": ({"model.layers.0.mlp.gate.weight": None}, r"got experts of model\.layers\.0\.mlp\. without gate"),
     "duplicate": ({UP.format(2): UP.format(1)}, r"up_proj\.weight: got the same weights for the experts 1 and 2"),
-    "zero": ({UP.format(2): 0.0}, r"up_proj\.weight: got expert 2 with the norm 0\.0"),
-    "not finite": ({UP.format(2): np.nan}, r"up_proj\.weight: got expert 2 with the norm nan"),
+    "zero": ({UP.format(2): 0.0}, rf"{UP.format(2)}: got the norm 0\.0, expected a positive number"),
+    "not finite": ({UP.format(2): np.nan}, f"{UP.format(2)}: got the norm nan"),
+    "router not finite": ({"model.layers.2.mlp.gate.weight": np.inf}, r"2\.mlp\.gate\.weight: got NaN or an infinity"),
 }
 
 
@@ -243,8 +247,8 @@ def test_incomplete_experts_are_errors(wrong, packed, tmp_path):
 @pytest.mark.parametrize(
     "key, axis, message",
     [
-        (UP.format(2), 0, r"up_proj\.weight: got \[\d+, \d+\] for expert 2, expected \[\d+, \d+\] as for expert 0"),
-        ("model.layers.0.mlp.gate.weight", 0, "expected a router of E = 4 experts"),
+        (UP.format(2), 0, rf"{UP.format(2)}: got \[256, 256\], expected \[F, D\] with F = 128, D = 256"),
+        ("model.layers.0.mlp.gate.weight", 0, r"gate\.weight: got \[8, 256\], expected \[E, D\] with E = 4"),
     ],
 )
 def test_shapes_of_experts_and_routers_are_checked(key, axis, message, tmp_path):
@@ -252,6 +256,65 @@ def test_shapes_of_experts_and_routers_are_checked(key, axis, message, tmp_path)
     tensors[key] = tensors[key].repeat(2, axis)
     with pytest.raises(ValueError, match=message):
         check(write(tmp_path, "qwen3_moe", tensors), progress=None)
+
+
+BLOCK = "model.layers.0.mlp."
+SCALES = BLOCK + "experts.{}.up_proj.weight_scale_inv"
+CODES, BIAS = BLOCK + "experts.gate_up_proj_blocks", BLOCK + "experts.down_proj_bias"
+
+
+@pytest.mark.parametrize(
+    "name, change, message",
+    [
+        (
+            "qwen3_moe",
+            {SCALES.format(2): np.ones((2, 1), np.float32)},
+            rf"{SCALES.format(2)}: got \[2, 1\], expected \[F/128, D/128\] with F = 128, D = 256",
+        ),
+        (
+            "qwen3_moe",
+            {SCALES.format(e): np.ones((2, 1), ml_dtypes.bfloat16) for e in range(E)},
+            rf"{SCALES.format(0)}: got \[2, 1\], expected \[F/128, D/128\]",
+        ),
+        (
+            "qwen3_moe",
+            {SCALES.format(2): np.ones((1, 2), ml_dtypes.float8_e8m0fnu)},
+            f"{SCALES.format(2)}: got float8_e8m0fnu, expected bfloat16 like the other tensors",
+        ),
+        (
+            "gpt_oss",
+            {CODES: np.ones((E, 2 * F, D // 2), np.uint8)},
+            rf"{CODES}: got \[4, 256, 128\], expected \[E, F 2, D/32, 16\] with E = 4, D = 256",
+        ),
+        ("gpt_oss", {BIAS: None}, f"got no {BIAS}, expected all 4 experts"),
+        ("gpt_oss", {BIAS: np.full((E, D), np.nan, np.float32)}, f"{BIAS}: got NaN or an infinity"),
+        ("gpt_oss", {BIAS: np.ones((E, F), np.float32)}, rf"{BIAS}: got \[4, 128\], expected \[E, D\] with E = 4"),
+        ("gpt_oss", {BLOCK + "router.bias": None}, rf"{BLOCK}router\.bias: got no such tensor, expected .* \[E\]"),
+    ],
+)
+def test_check_names_the_wrong_array_of_packed_experts(name, change, message, tmp_path):
+    tensors = packed_tensors(name, BLOCK)
+    for key in tensors:
+        if key.endswith("_scales"):
+            tensors[key] = np.full_like(tensors[key], 120)
+    write(tmp_path, name, tensors)
+    assert check(tmp_path, progress=None).packed == FORMATS[name]
+    changed = {key: value for key, value in (tensors | change).items() if value is not None}
+    with pytest.raises(ValueError, match=message):
+        check(write(tmp_path, name, changed), progress=None)
+
+
+def test_check_knows_routers_with_more_logits_than_experts(tmp_path):
+    tensors = {
+        key.replace("gate.weight", "router.classifier.weight"): v for key, v in plain_tensors("qwen3_moe").items()
+    }
+    for logits in (E + 2, E - 1):
+        tensors["model.layers.0.mlp.router.classifier.weight"] = np.ones((logits, D), np.float32)
+        write(tmp_path, "longcat_flash", tensors)
+        if logits > E:
+            assert check(tmp_path, progress=None).num_experts == E
+    with pytest.raises(ValueError, match="got 3 logits, expected at least E = 4"):
+        check(tmp_path, progress=None)
 
 
 def test_missing_and_damaged_files_are_errors_that_name_them(tmp_path):
@@ -337,7 +400,9 @@ def test_wrong_arguments_of_check_and_convert(tmp_path):
         convert(folder, tmp_path / "new", "int4", family="qwen3_moe", num_experts=E)
     with pytest.raises(ValueError, match=r"family: got experts stored as .* expected a tensor per expert"):
         convert(folder, tmp_path / "new", "mxfp4", family="mistral4", num_experts=E)
-    narrow = {key: value[..., :64] for key, value in plain_tensors("qwen3_moe").items()}
+    narrow = {
+        key: value[:, :64] if "down" not in key else value[:64] for key, value in plain_tensors("qwen3_moe").items()
+    }
     write(folder, "qwen3_moe", narrow)
     with pytest.raises(ValueError, match=r"weight: got \[128, 64\], expected D a multiple of 128"):
         convert(folder, tmp_path / "new", "fp8_blocks", progress=None)

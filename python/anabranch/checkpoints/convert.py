@@ -1,5 +1,6 @@
 """`convert`: writes a checkpoint with packed experts."""
 
+import contextlib
 import json
 import os
 import pathlib
@@ -17,12 +18,13 @@ from anabranch.checkpoints.complete import (
     find_family,
     find_num_experts,
     name_pattern,
+    norm_of,
     read_config,
 )
 from anabranch.checkpoints.families import FAMILIES
 from anabranch.checkpoints.family import Family, Stored, parts_of
 from anabranch.checkpoints.files import INDEX, Entry, Files, new_entry, write
-from anabranch.checkpoints.packing import pack
+from anabranch.checkpoints.packing import pack, unpack
 
 #: Files of a checkpoint that are copied, by suffix.
 _COPIED = (".json", ".jinja", ".txt", ".model", ".tiktoken", ".py", ".md")
@@ -40,9 +42,11 @@ def convert(
 ) -> Report:
     """Packs the experts of a checkpoint, file by file; all other tensors are copied.
 
-    The memory in use is a few matrices of one expert. Tensors have the names of `Family.with_packed`. The experts'
-    names are checked before a file is written, and `check` runs on the result. config.json gets a quantization_config
-    and is written last: a folder without it is not complete.
+    The memory in use is a few matrices of one expert. Tensors have the names of `Family.with_packed`. Names, shapes,
+    dtypes, routers and biases are checked before a file is written. An expert's matrix that is zero or not finite is an
+    error when it is read, and `check` runs on the result. After an error or an interrupt, the files and folders that
+    this call created are removed. config.json gets a quantization_config and is written last: a folder without it is
+    not complete.
 
     | packed | quant_method | who loads it |
     |---|---|---|
@@ -62,8 +66,9 @@ def convert(
 
     Raises:
       TypeError: an expert's tensor is not float32, bfloat16 or float16.
-      ValueError: an argument is wrong, the experts are not complete, the source is packed already, the family has no
-        tensor per expert and is not gpt_oss, or cannot have this format, or a width is not a multiple of its blocks.
+      ValueError: an argument is wrong, `check` refuses the source or the result, the source is packed already, the
+        family has no tensor per expert and is not gpt_oss, or cannot have this format, or a width is not a multiple of
+        its blocks.
     """  # noqa: E501
     files, config, target = Files(source), read_config(source), pathlib.Path(target)
     if not files.path.is_dir():
@@ -74,29 +79,55 @@ def convert(
     if not plain.w_in.per_expert and plain != FAMILIES["gpt_oss"]:
         raise ValueError(f"family: got experts stored as {plain.w_in}, expected a tensor per expert, or gpt_oss")
     new = plain.with_packed(packed)
-    check_blocks(files, plain, find_num_experts(config, num_experts))
-    if target.exists() and any(target.iterdir()):
-        raise ValueError(f"target: got {target}, which is not empty, expected a new folder")
-    planned = {file: dict(_plan(files, file, plain, new)) for file in files.files}
-    target.mkdir(parents=True, exist_ok=True)
-    for number, (file, tensors) in enumerate(planned.items()):
-        if progress is not None:
-            size = sum(entry.bytes for tensor in tensors.values() for entry in tensor.entries.values())
-            progress(f"file {number + 1} of {len(planned)}: {file.name}, {size / 1e9:.2f} GB")
-        entries = {name: entry for tensor in tensors.values() for name, entry in tensor.entries.items()}
-        write(target / file.name, entries, _contents(files, tensors, packed))
-    map_of = {name: file.name for file, ts in planned.items() for t in ts.values() for name in t.entries}
-    if [file.name for file in planned] != ["model.safetensors"]:
-        total = sum(entry.bytes for ts in planned.values() for t in ts.values() for entry in t.entries.values())
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(map_of.items()))}
-        (target / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    report = check(target, family=plain, num_experts=find_num_experts(config, num_experts), progress=progress)
-    for file in sorted(files.path.iterdir()):
-        if file.suffix in _COPIED and file.name not in (INDEX, "config.json"):
-            shutil.copy2(file, target)
-    config["quantization_config"] = _quantization_config(files, planned, packed, plain)
-    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    E = find_num_experts(config, num_experts)
+    with _new_folder(target) as new_file:
+        check_blocks(files, plain, E)
+        planned = {file: dict(_plan(files, file, plain, new)) for file in files.files}
+        for number, (file, tensors) in enumerate(planned.items()):
+            entries = {name: entry for tensor in tensors.values() for name, entry in tensor.entries.items()}
+            if progress is not None:
+                size = sum(entry.bytes for entry in entries.values())
+                progress(f"file {number + 1} of {len(planned)}: {file.name}, {size / 1e9:.2f} GB")
+            write(new_file(file.name), entries, _contents(files, tensors, packed))
+        map_of = {name: file.name for file, ts in planned.items() for t in ts.values() for name in t.entries}
+        if [file.name for file in planned] != ["model.safetensors"]:
+            total = sum(entry.bytes for ts in planned.values() for t in ts.values() for entry in t.entries.values())
+            index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(map_of.items()))}
+            new_file(INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        report = check(target, family=plain, num_experts=E, progress=progress)
+        for file in sorted(files.path.iterdir()):
+            if file.suffix in _COPIED and file.name not in (INDEX, "config.json"):
+                shutil.copy2(file, new_file(file.name))
+        config["quantization_config"] = _quantization_config(files, planned, packed, plain)
+        new_file("config.json").write_text(json.dumps(config, indent=2) + "\n")
     return report
+
+
+@contextlib.contextmanager
+def _new_folder(path: pathlib.Path) -> Iterator[Callable[[str], pathlib.Path]]:
+    """Makes a folder and gives paths to new files in it by their names. After an error it removes what was created."""
+    folders = [folder for folder in (path, *path.parents) if not folder.exists()]
+    first = folders[-1].parent if folders else path
+    if not first.is_dir():
+        raise ValueError(f"target: got {path}, expected a new folder; {first} is a file")
+    if not folders and any(path.iterdir()):
+        raise ValueError(f"target: got {path}, which is not empty, expected a new folder")
+    created: list[pathlib.Path] = []
+
+    def new_file(name: str) -> pathlib.Path:
+        created.append(path / name)
+        return created[-1]
+
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        yield new_file
+    except BaseException:
+        for file in created:
+            file.unlink(missing_ok=True)
+        for folder in folders:
+            with contextlib.suppress(OSError):  # Another program put files there.
+                folder.rmdir()
+        raise
 
 
 class _Tensor(NamedTuple):
@@ -154,9 +185,10 @@ def _contents(files: Files, tensors: dict[str, _Tensor], packed: str) -> Iterato
         if tensor.stored is None:
             yield files.bytes_of(name)
             continue
-        array = files[name]
+        array, per_expert = files[name], tensor.stored.per_expert
         scales = []
-        for matrix in (array,) if tensor.stored.per_expert else array:
+        for e, matrix in enumerate((array,) if per_expert else array):
+            norm_of(name if per_expert else f"{name}, expert {e}", unpack(matrix))
             codes, scale = pack(packed, matrix.T if tensor.transposed else matrix)
             scales.append(scale)
             yield codes

@@ -241,7 +241,7 @@ def test_incomplete_experts_are_errors(wrong, packed, tmp_path):
             convert(folder, tmp_path / "packed", "fp8_blocks", progress=None)
         else:
             check(folder, progress=None)
-    assert not (tmp_path / "packed" / "config.json").exists()
+    assert not (tmp_path / "packed").exists(), "the files that convert has written"
 
 
 @pytest.mark.parametrize(
@@ -354,6 +354,36 @@ def test_an_index_that_save_pretrained_left_is_ignored(tmp_path):
         Files(folder)
     (folder / "model-1.safetensors").unlink()
     assert "model.layers.5.mlp.gate.weight" in Files(folder) and len(check(folder, progress=None).norms) == 3
+
+
+def test_convert_can_be_repeated_after_an_error(tmp_path):
+    tensors, told, target = plain_tensors("gpt_oss"), [], tmp_path / "a" / "packed"
+    key = "model.layers.0.mlp.experts.down_proj"
+    changed = tensors | {key: np.array(tensors[key])}
+    changed[key][2, 3, 4] = np.nan
+    with pytest.raises(ValueError, match=f"{key}, expert 2: got the norm nan"):
+        convert(write(tmp_path / "plain", "gpt_oss", changed), target, "mxfp4", progress=told.append)
+    assert [line[:11] for line in told] == ["file 1 of 2"], "found before the second file"
+    assert not (tmp_path / "a").exists()
+
+    def stop(line):
+        if line.startswith("checking"):
+            raise KeyboardInterrupt
+
+    write(tmp_path / "plain", "gpt_oss", tensors)
+    target.mkdir(parents=True)
+    with pytest.raises(KeyboardInterrupt):
+        convert(tmp_path / "plain", target, "mxfp4", progress=stop)
+    assert not [*target.iterdir()]
+    assert convert(tmp_path / "plain", target, "mxfp4", progress=None).packed == "mxfp4"
+
+
+def test_convert_refuses_a_target_that_is_a_file(tmp_path):
+    folder, file = write(tmp_path / "plain", "qwen3_moe", plain_tensors("qwen3_moe")), tmp_path / "file"
+    file.write_text("")
+    for target in (file, file / "packed"):
+        with pytest.raises(ValueError, match=f"target: got {target}, expected a new folder; {file} is a file"):
+            convert(folder, target, "mxfp4", progress=None)
 
 
 def test_files_that_disagree_are_errors(tmp_path):

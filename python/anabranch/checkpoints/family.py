@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Self
 
 from anabranch import checks
-from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS, Layouts
-from anabranch.packed import KINDS, MX_BLOCK, MX_BYTES, check_kind
+from anabranch.layouts import IN_LAYOUTS, OUT_LAYOUTS
+from anabranch.packed import KINDS, MX_BLOCK, MX_BYTES
 from anabranch.precision import BLOCK
 
 _BYTES = ("uint8", "float8_e8m0fnu")
@@ -172,9 +172,11 @@ class Family:
                 raise ValueError(f"packed: got {packed!r} with tensors {stored.axes!r}, expected an axis of its own")
             return replace(stored, axes=" ".join(axes))
 
-        family = replace(self, w_in=last(self.w_in, "d"), w_out=last(self.w_out, "f"), packed=packed)
-        check_kind(packed, Layouts(family.w_in_layout, family.w_out_layout), "highest")
-        return family
+        if packed == "fp8_blocks" and "fp" in self.w_in.axes:
+            raise ValueError(
+                f"packed: got {packed!r} with interleaved gate and up {self.w_in.axes!r}, expected 'mxfp4'"
+            )
+        return replace(self, w_in=last(self.w_in, "d"), w_out=last(self.w_out, "f"), packed=packed)
 
     @property
     def parts(self) -> int:

@@ -112,7 +112,9 @@ def test_wrong_packed_tensors_are_errors_that_name_them():
             load(family, changed)
     with pytest.raises(TypeError, match=r"weight: got float8_e4m3fn, .*Family\.with_packed"):
         load("qwen3_moe", packed_tensors("qwen3_moe"))
-    with pytest.raises(ValueError, match="packed: got 'fp8_blocks' with w_in_layout 'fpd'"):
+    with pytest.raises(
+        ValueError, match="packed: got 'fp8_blocks' with interleaved gate and up 'e d fp', expected 'mxfp4'"
+    ):
         FAMILIES["gpt_oss"].with_packed("fp8_blocks")
     with pytest.raises(ValueError, match="packed: got 'mxfp4' with tensors 'ef d'"):
         FAMILIES["dbrx"].with_packed("mxfp4")

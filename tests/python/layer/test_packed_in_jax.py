@@ -69,6 +69,24 @@ def test_a_derivative_with_respect_to_fp8_blocks_raises():
     assert_trees_equal(jax.grad(lambda x: loss(x, *frozen))(X), jax.grad(loss)(X, w_in, w_out))
 
 
+@pytest.mark.parametrize("compiled", [lambda f: f, jax.jit, jax.checkpoint])
+def test_a_derivative_of_unpack_raises(compiled):
+    packed = pair("fp8_blocks")[0]
+
+    def total(packed, x):
+        return jnp.sum(compiled(lambda packed: unpack(packed, jnp.float32))(packed)) + jnp.sum(x)
+
+    for derivative in (
+        jax.grad(lambda scales: total(packed._replace(scales=scales), X)),
+        lambda scales: jax.grad(lambda q: total(packed._replace(q=q), X))(packed.q),
+        lambda scales: jax.jvp(lambda scales: total(packed._replace(scales=scales), X), (scales,), (scales,)),
+    ):
+        with pytest.raises(TypeError, match=r"^packed: got a derivative with respect to a packed matrix"):
+            derivative(packed.scales)
+    assert_trees_equal(jax.grad(total, 1)(packed, X), jnp.ones_like(X))
+    assert_trees_equal(jax.grad(lambda x: total(jax.lax.stop_gradient(packed), x))(X), jnp.ones_like(X))
+
+
 def test_codes_are_integers_without_a_gradient():
     w_in, w_out = pair("mxfp4")
     gradients = jax.grad(loss, (0, 1), allow_int=True)(X, w_in, w_out)

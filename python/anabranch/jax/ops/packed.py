@@ -77,10 +77,25 @@ def refuse_gradients(operands: Any, needed: Any) -> None:
     for name in ("w_in", "w_out"):
         scales = f"{name}_block_scales"
         if getattr(operands, scales) is not None and (getattr(needed, name) or getattr(needed, scales)):
-            raise TypeError(
-                f"{name}: got a derivative with respect to a packed matrix, expected one with respect to other "
-                "operands: packed weights have no gradient (apply jax.lax.stop_gradient to them)"
-            )
+            raise _derivative_error(name)
+
+
+def _derivative_error(name: str) -> TypeError:
+    return TypeError(
+        f"{name}: got a derivative with respect to a packed matrix, expected one with respect to other "
+        "operands: packed weights have no gradient (apply jax.lax.stop_gradient to them)"
+    )
+
+
+@jax.custom_jvp
+def _without_derivative(array: jax.Array) -> jax.Array:
+    return array
+
+
+@_without_derivative.defjvp
+def _refuse_derivative(primals: Any, tangents: Any) -> Any:
+    """JAX evaluates this rule only for an array whose tangent is not a symbolic zero."""
+    raise _derivative_error("packed")
 
 
 def _float_scales(scales: jax.Array) -> jax.Array:
@@ -213,9 +228,10 @@ def unpack(packed: Packed, dtype: Any) -> jax.Array:
       [..., N, C], rounded as `Mxfp4` and `Fp8Blocks` describe.
 
     Raises:
-      TypeError, ValueError: an argument is wrong; the message names it.
+      TypeError, ValueError: an argument is wrong, the message names it; or a derivative with respect to `packed` is
+        requested.
 
-    Gradient: none; the result is a constant, as under `jax.lax.stop_gradient`.
+    Gradient: none.
 
     >>> packed = Mxfp4(jnp.full((1, 1, 16), 0x21, jnp.uint8), jnp.full((1, 1), 128, jnp.uint8))
     >>> unpack(packed, jnp.float32)[0, :4].tolist()
@@ -224,7 +240,10 @@ def unpack(packed: Packed, dtype: Any) -> jax.Array:
     require_packed("packed", packed)
     dtype = check.dtype("dtype", dtype, check.FLOATS)
     axes = axes_of(packed)
-    array, scales = jax.lax.stop_gradient(tuple(check_packed(check.array, str, "packed", packed, axes)))
+    arrays = check_packed(check.array, str, "packed", packed, axes)
+    array, scales = (
+        jax.lax.stop_gradient(_without_derivative(a)) if jnp.issubdtype(a.dtype, jnp.inexact) else a for a in arrays
+    )
     leading = len(axes) - 2
     (w,) = TokenCall(_unpack, dtype, (leading,) * 2, (leading,))(array, _bytes(scales))
     return w

@@ -131,6 +131,21 @@ def test_group_scores_of_n_experts_add_up_scores_and_biases(score_function, norm
     assert route(z, 2, group_score_topk=1, expert_bias=bias, **options).experts[0, 0] == 3
 
 
+@pytest.mark.parametrize(("n", "finite"), [(None, 2), (1, 2), (2, 2), (3, 3)])
+def test_enough_finite_logits_in_enough_groups_select_finite_ones(n, finite):
+    """Semantics, section 1: groups with n (or K/g) finite logits precede those with fewer."""
+    rng = np.random.default_rng(0)
+    z = rng.standard_normal((64, 4, 4)).astype(np.float32)
+    for row in z:
+        for place, group in enumerate(rng.permutation(4)):
+            row[group, rng.permutation(4)[finite if place < 2 else finite - 1 if n != 1 else 0 :]] = -INF
+    bias = rng.standard_normal(16).astype(np.float32)
+    for options in ({}, dict(score_function="sigmoid"), dict(score_function="sigmoid", expert_bias=bias)):
+        routing = route(z.reshape(64, 16), 4, num_groups=4, group_topk=2, group_score_topk=n, **options)
+        assert np.isfinite(np.take_along_axis(z.reshape(64, 16), np.asarray(routing.experts), 1)).all()
+        assert np.isfinite(routing.weights).all()
+
+
 @pytest.mark.parametrize("n", [1, 2, 3, 4])
 def test_group_scores_of_ties_infinities_and_nan(n):
     grouping = {"num_groups": 4, "group_topk": 2, "group_score_topk": n}

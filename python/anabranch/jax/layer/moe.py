@@ -41,7 +41,7 @@ class MoEOutput(NamedTuple):
       aux_loss: float32 scalar, the load-balance loss; 0 if its coefficient is 0.
       z_loss: float32 scalar; 0 if its coefficient is 0.
       tokens_per_expert: int32 [E], assignments to each expert, before any dropping.
-      dropped: int32 scalar, the number of assignments without a row.
+      dropped: int32 scalar, the number of assignments to experts that a capacity limit drops.
       dropped_by_source: int32 [S], `dropped` by the device that the tokens came from, for the S shards of the tokens
         over (*data_axes, expert_axis) of `parallel`; S = 1 without `parallel`.
       experts: int32 [..., K], the selection, best first; before any dropping; -1: no expert.

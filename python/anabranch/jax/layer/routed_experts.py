@@ -32,7 +32,7 @@ class RoutedExpertsOutput(NamedTuple):
     Attributes:
       output: [..., D], dtype of x.
       tokens_per_expert: int32 [E], assignments to each expert, before any dropping.
-      dropped: int32 scalar, the number of assignments without a row, and of indices outside [-1, E).
+      dropped: int32 scalar, the number of assignments that a capacity limit drops, and of indices outside [-1, E).
     """
 
     output: jax.Array

@@ -19,14 +19,26 @@ INDEX_LIMIT = 2**31
 _SMALLEST, _LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
+def _is_array(value: Any) -> bool:
+    return not isinstance(value, type) and hasattr(value, "dtype") and hasattr(value, "shape")
+
+
 def describe(value: Any) -> str:
-    """The X of "got X": dtype and shape of an array or tensor, fields of a NamedTuple, type and value of the rest."""
+    """The X of "got X": dtype and shape of an array or tensor, parts of a NamedTuple or of a sequence with arrays, type
+    and value of the rest.
+
+    >>> describe((np.zeros([2, 3]), 1))
+    'tuple (float64[2, 3], int 1)'
+    """
     if isinstance(value, tuple) and (fields := getattr(value, "_fields", ())):
         parts = (f"{name}={describe(part)}" for name, part in zip(fields, value, strict=True))
         return f"{type(value).__name__}({', '.join(parts)})"
     if isinstance(value, np.ma.MaskedArray):
         return f"a masked array {value.dtype}{list(value.shape)}"
-    if isinstance(value, type) or not (hasattr(value, "dtype") and hasattr(value, "shape")):
+    if isinstance(value, (tuple, list)) and any(map(_is_array, value)):
+        shortened = [*map(describe, value[:8]), *(["..."] if len(value) > 8 else [])]
+        return f"{type(value).__name__} ({', '.join(shortened)})"
+    if not _is_array(value):
         return typed(value)
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
@@ -37,7 +49,8 @@ def integer(name: str, value: Any, minimum: int, maximum: int | None = None) -> 
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
         raise TypeError(f"{name}: got {describe(value)}, expected {expected}")
     if value < minimum or (maximum is not None and value > maximum):
-        raise ValueError(f"{name}: got {shown(int(value))}, expected {expected}")
+        empty = ", which is empty" if maximum is not None and maximum < minimum else ""  # for example, without experts
+        raise ValueError(f"{name}: got {shown(int(value))}, expected {expected}{empty}")
     return int(value)
 
 

@@ -252,7 +252,7 @@ def check_precision(precision: int, quantized: Any, **weights: Any) -> None:
             raise ValueError(f'{name}: got an Mxfp4 with precision="fp8", expected "highest", "tf32" or an Fp8Blocks')
         if quantized is not None:
             raise ValueError(
-                f"quantized: got a {type(quantized).__name__} beside {name} as {type(value).__name__}, expected None"
+                f"quantized: got {type(quantized).__name__} beside {name} as {type(value).__name__}, expected None"
             )
 
 

@@ -52,7 +52,7 @@ def check_fp8(precision: int, fp8_scales: Any, quantized: Any = None) -> int:
     if precision != FP8 and number:
         raise ValueError(f'fp8_scales: got {fp8_scales!r} without precision="fp8", expected "float32"')
     if precision != FP8 and quantized is not None:
-        raise ValueError(f'quantized: got a {type(quantized).__name__} without precision="fp8", expected None')
+        raise ValueError(f'quantized: got {type(quantized).__name__} without precision="fp8", expected None')
     return number
 
 

@@ -25,9 +25,27 @@ def check_num_slots(name: str, num_tokens: int, slots_per_token: int) -> None:
         raise ValueError(f"{name}: got {num_tokens} x {slots_per_token} slots, expected fewer than 2^31")
 
 
-def check_num_rows(name: str, num_rows: Any, align_size: int, integer: Callable[..., int] = checks.integer) -> int:
-    """Returns a row count that is a multiple of align_size and below 2^31; `integer` checks its type."""
+def check_rows_needed(needed: int, align_size: int, num_destinations: int) -> None:
+    """Raises ValueError unless the default number of rows of a plan is below 2^31."""
+    if needed >= checks.INDEX_LIMIT:
+        name, value = ("align_size", align_size) if align_size > 1 else ("num_destinations", num_destinations)
+        raise ValueError(f"{name}: got {value}, which requires {needed} rows, expected fewer than 2^31")
+
+
+def check_num_rows(
+    name: str,
+    num_rows: Any,
+    align_size: int = 0,
+    num_destinations: int = 1,
+    integer: Callable[..., int] = checks.integer,
+) -> int:
+    """Returns a row count below 2^31 whose part for each destination is a multiple of align_size.
+
+    `integer` checks its type.
+    """
     num_rows = integer(name, num_rows, 0, checks.INDEX_LIMIT - 1)
-    if num_rows % max(align_size, 1):
-        raise ValueError(f"{name}: got {num_rows}, expected a multiple of align_size {align_size}")
+    if num_rows % (max(align_size, 1) * num_destinations):
+        factors = (("align_size", align_size), ("num_destinations", num_destinations))
+        expected = " * ".join(f"{factor} {value}" for factor, value in factors if value > 1)
+        raise ValueError(f"{name}: got {num_rows}, expected a multiple of {expected}")
     return num_rows

@@ -105,8 +105,8 @@ def test_bad_arguments_are_refused():
         ),
         (arrays, dict(fp8_scales="mx"), ValueError, "fp8_scales: got 'mx', expected one of 'float32', 'power_of_two'"),
         (arrays, dict(precision="tf32", fp8_scales="power_of_two"), ValueError, "fp8_scales: got 'power_of_two' with"),
-        (arrays, dict(precision="highest", quantized=quantized), ValueError, "quantized: got a QuantizedExperts with"),
-        (arrays, dict(quantized=tuple(quantized)), TypeError, "quantized: got a tuple, expected a QuantizedExperts"),
+        (arrays, dict(precision="highest", quantized=quantized), ValueError, "quantized: got QuantizedExperts with"),
+        (arrays, dict(quantized=tuple(quantized)), TypeError, "quantized: got tuple, expected a QuantizedExperts"),
         (
             arrays,
             dict(quantized=quantized._replace(w_in=quantized.w_out)),

@@ -320,7 +320,7 @@ def test_quantized_beside_packed_weights(platform):
     quantized = front_end().quantize_experts(*w, **PFD)
     x, gate = (as_given(np.ones(shape, np.float32)) for shape in ((T, 128), (128, E)))
     packed = [as_given(random_packed("fp8_blocks", shape)) for shape in ((E, 2, 128, 128), (E, 128, 128))]
-    with pytest.raises(ValueError, match=r"^quantized: got a QuantizedExperts beside w_in as Fp8Blocks, expected None"):
+    with pytest.raises(ValueError, match=r"^quantized: got QuantizedExperts beside w_in as Fp8Blocks, expected None"):
         front_end().moe(x, gate, *packed, topk=K, precision="fp8", quantized=quantized, **PFD)
 
 

@@ -68,7 +68,7 @@ def shared_expert(
     w_out = check.array("w_out", w_out, dtype, (("S", S), ("D", D)))
     act, number = as_activation(activation, P), dense_precision_number(precision)
     column = getattr(w_gate, "ndim", 1) == 2
-    w_gate = check.optional_array("w_gate", w_gate, check.FLOATS, (("D", D), ("1", 1)) if column else (("D", D),))
+    w_gate = check.optional_array("w_gate", w_gate, check.FLOATS, (("D", D), 1) if column else (("D", D),))
     mask = check.optional_array("token_mask", token_mask, check.BOOL, x.shape[:-1])
     return _shared_expert(act, number, x, w_in, w_out, w_gate, mask)
 

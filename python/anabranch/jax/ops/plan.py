@@ -16,7 +16,7 @@ from anabranch.jax.binding import check, ffi, workspaces
 from anabranch.jax.binding.arrays import flat
 from anabranch.jax.binding.eager import compiled
 from anabranch.jax.binding.sharding import TokenCall, token_shard_axes
-from anabranch.rows import check_num_rows, check_num_slots, num_rows_needed
+from anabranch.rows import check_num_rows, check_num_slots, check_rows_needed, num_rows_needed
 
 
 class Plan(NamedTuple):
@@ -192,10 +192,7 @@ def plan(
     if E % P:
         raise ValueError(f"num_destinations: got {P}, expected a divisor of {E} experts")
     needed = P * num_rows_needed(T * K, E // P, align_size)
-    if num_rows is None and needed >= check.INDEX_LIMIT:
-        raise ValueError(
-            f"num_rows: got None, which with align_size {align_size} and num_destinations {P} is {needed}, expected "
-            "fewer than 2^31"
-        )
-    R = check_num_rows("num_rows", needed if num_rows is None else num_rows, P * max(align_size, 1))
+    if num_rows is None:
+        check_rows_needed(needed, align_size, P)
+    R = needed if num_rows is None else check_num_rows("num_rows", num_rows, align_size, P)
     return _compiled_plan(_PlanOptions(E, align_size, R, P), experts)

@@ -28,7 +28,7 @@ def bin_bounds(value: Any, names: tuple[str, str] = ("qb_bin_bounds", "qb_bin_bo
             pair = zip(names, map(jnp.asarray, ends), strict=True)
             return jnp.stack([check.array(name, end, ("float32",), ()) for name, end in pair])
         value = np.array(ends, np.float32)
-    bounds = check.array("qb_bin_bounds", value, ("float32",), (("2", 2),))
+    bounds = check.array("qb_bin_bounds", value, ("float32",), (2,))
     if not isinstance(value, jax.Array) and not (value[0] < value[1] and np.isfinite(value).all()):
         raise ValueError(f"{names[0]}: got {value[0]}, {value[1]}, expected lower < upper, both finite")
     return bounds

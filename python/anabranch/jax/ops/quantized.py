@@ -144,7 +144,7 @@ def check_quantized(value: Any, E: int, D: int, P: int, F: int) -> QuantizedExpe
     if value is None:
         return None
     if not isinstance(value, QuantizedExperts):
-        raise TypeError(f"quantized: got a {type(value).__name__}, expected a QuantizedExperts, or None")
+        raise TypeError(f"quantized: got {type(value).__name__}, expected a QuantizedExperts, or None")
     sizes = ("E", E), ("D", D), ("P", P), ("F", F), ("D/128", D // BLOCK), ("F/128", F // BLOCK)
     for name, shape in QuantizedExperts.shapes(*sizes).items():
         array = getattr(value, name)

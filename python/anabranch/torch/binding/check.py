@@ -116,9 +116,9 @@ def size(name: str, value: Any, minimum: int = 0, maximum: int = INDEX_LIMIT - 1
     return value if isinstance(value, torch.SymInt) else integer(name, value, minimum, maximum)  # type: ignore[return-value]
 
 
-def num_rows(name: str, value: Any, align_size: int = 1) -> int:
-    """Returns a number of rows if it is a multiple of align_size and below 2^31. A symbolic number stays symbolic."""
-    return check_num_rows(name, value, align_size, size)
+def num_rows(name: str, value: Any, align_size: int = 0, num_destinations: int = 1) -> int:
+    """`check_num_rows`, where a symbolic number stays symbolic."""
+    return check_num_rows(name, value, align_size, num_destinations, size)
 
 
 def exceeds_int32(number: Any) -> bool:

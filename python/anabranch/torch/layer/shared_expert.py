@@ -62,7 +62,7 @@ def shared_expert(
     x = check.tensor("x", as_autocast(x), check.FLOATS, (..., "D"))
     D = ("D", x.shape[-1])
     column = isinstance(w_gate, Tensor) and w_gate.dim() == 2
-    w_gate = check.optional_tensor("w_gate", w_gate, check.FLOATS, (D, ("1", 1)) if column else (D,))
+    w_gate = check.optional_tensor("w_gate", w_gate, check.FLOATS, (D, 1) if column else (D,))
     mask = check.optional_tensor("token_mask", token_mask, check.BOOL, tuple(x.shape[:-1]))
     check.same_device("x", x, w_gate=w_gate, token_mask=mask)
     if mask is not None:  # x is masked, too: 0 * NaN in the gradients of the weights would be NaN

@@ -168,7 +168,7 @@ class SharedExpert(OnRanks):
           [..., D], dtype of x.
         """
         x = check.tensor("x", x, check.FLOATS, (..., "D"))
-        weights = check.optional_tensor("weights", weights, check.FLOATS, (*x.shape[:-1], ("1", 1)))
+        weights = check.optional_tensor("weights", weights, check.FLOATS, (*x.shape[:-1], 1))
         tokens = flat(x)
         assert tokens is not None
         w_in, w_out = (

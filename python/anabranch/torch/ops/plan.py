@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from anabranch.rows import check_num_slots, num_rows_needed
+from anabranch.rows import check_num_slots, check_rows_needed, num_rows_needed
 from anabranch.torch.binding import check
 from anabranch.torch.binding.native import call
 from anabranch.torch.ops import torch_ops
@@ -87,14 +87,9 @@ def plan(
     if E % P:
         raise ValueError(f"num_destinations: got {P}, expected a divisor of {E} experts")
     needed = P * num_rows_needed(T * K, E // P, align_size, check.smaller)
-    if num_rows is None and needed >= check.INDEX_LIMIT:
-        raise ValueError(
-            f"num_rows: got None, which is {needed} for align_size {align_size} and num_destinations {P}, expected "
-            "fewer than 2^31"
-        )
-    R = needed
-    if num_rows is not None:
-        R = check.num_rows("num_rows", num_rows, P * max(align_size, 1))
+    if num_rows is None:
+        check_rows_needed(needed, align_size, P)
+    R = needed if num_rows is None else check.num_rows("num_rows", num_rows, align_size, P)
     return run_plan(experts, E, R, align_size, P)
 
 

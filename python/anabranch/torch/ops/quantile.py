@@ -35,7 +35,7 @@ def bin_bounds(value: Any, like: Tensor, names: tuple[str, str] = ("qb_bin_bound
     without waiting for it.
     """
     if not isinstance(value, (tuple, list)):
-        return _known_ascending(names, check.tensor("qb_bin_bounds", value, (torch.float32,), (("2", 2),)))
+        return _known_ascending(names, check.tensor("qb_bin_bounds", value, (torch.float32,), (2,)))
     if len(value) != 2:
         raise ValueError(f"qb_bin_bounds: got {shown(value)}, expected (lower, upper)")
     if not any(isinstance(end, Tensor) for end in value):

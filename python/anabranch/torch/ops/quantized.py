@@ -57,7 +57,7 @@ def check_fp8_operands(
     if quantized is None:
         return None
     if not isinstance(quantized, QuantizedExperts):
-        raise TypeError(f"quantized: got a {type(quantized).__name__}, expected a QuantizedExperts, or None")
+        raise TypeError(f"quantized: got {type(quantized).__name__}, expected a QuantizedExperts, or None")
     e, d, p, f = ("E", E), ("D", D), ("P", P), ("F", F)
     d_blocks, f_blocks = ("D/128", D // BLOCK), ("F/128", F // BLOCK)
     shapes = ((e, d, p, f), (e, p, f, d), (e, d_blocks, p, f_blocks), (e, f, d), (e, d, f), (e, f_blocks, d_blocks))

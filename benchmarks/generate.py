@@ -148,10 +148,9 @@ def _packed_model(model: Any) -> tuple[Any, str]:
     """The model with packed experts, and where they come from."""
     from transformers import __version__
 
-    from anabranch._versions import series
-    from anabranch.torch.transformers.packed_config import OLDEST
+    from anabranch._versions import packed_is_supported
 
-    if tuple(map(int, series(__version__).split("."))) < OLDEST:
+    if not packed_is_supported(__version__):
         return packed_in_place(model), "model"
     return packed_from_checkpoint(model), "checkpoint"
 

@@ -15,6 +15,10 @@ TESTED = {
 }
 #: The oldest torch release that has the operator-library API which `anabranch.torch` uses.
 OLDEST_TORCH = (2, 9)
+#: The oldest series of Transformers that loads packed checkpoints. Older ones drop axes of size 1 of scales when they
+#: save a model. 5.17 also loads incomplete checkpoints, and converts codes and scales of another dtype by value,
+#: without an error.
+OLDEST_PACKED = (5, 24)
 
 
 def installed(package: str) -> str | None:
@@ -36,13 +40,26 @@ def series(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in series(version).split("."))
+
+
 def torch_is_supported(version: str) -> bool:
     """Whether this torch is at least as new as the oldest supported release.
 
     >>> torch_is_supported("2.9.1+cpu"), torch_is_supported("2.10.0a0"), torch_is_supported("2.8.0")
     (True, True, False)
     """
-    return tuple(int(part) for part in series(version).split(".")) >= OLDEST_TORCH
+    return _numbers(version) >= OLDEST_TORCH
+
+
+def packed_is_supported(version: str) -> bool:
+    """Whether this Transformers loads packed checkpoints.
+
+    >>> packed_is_supported("5.24.0"), packed_is_supported("5.18.0")
+    (True, False)
+    """
+    return _numbers(version) >= OLDEST_PACKED
 
 
 def untested(versions: dict[str, str | None]) -> list[str]:

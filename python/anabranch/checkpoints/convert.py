@@ -52,7 +52,7 @@ def convert(
     |---|---|---|
     | "fp8_blocks" | "fp8" | whatever loads DeepSeek-V3 or Qwen3-FP8; layers that stay plain are in modules_to_not_convert |
     | "mxfp4", gpt-oss | "mxfp4" | whatever loads gpt-oss |
-    | "mxfp4", other families | "anabranch_mxfp4" | `load`, and Transformers after `packed_config` |
+    | "mxfp4", other families | "anabranch_mxfp4" | `load`, and Transformers after `packed_config` or `register` |
 
     Args:
       source: the folder with the safetensors files and config.json of plain weights.

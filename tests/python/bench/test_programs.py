@@ -13,9 +13,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from anabranch import _library  # noqa: E402
+from anabranch import _library, _versions  # noqa: E402
 from anabranch.bench import BenchError  # noqa: E402
-from anabranch.torch.transformers.packed_config import OLDEST  # noqa: E402
 from benchmarks import __main__ as command  # noqa: E402
 from benchmarks import (  # noqa: E402
     beside,
@@ -96,7 +95,7 @@ def test_a_program_runs_on_the_cpu(operation, tmp_path, capsys):
 def test_packed_models_generate_the_same_tokens_however_they_are_made():
     """A release of Transformers that packed_config does not support packs in the model."""
     generate = pytest.importorskip("benchmarks.generate")
-    pytest.importorskip("transformers", minversion=".".join(map(str, OLDEST)))
+    pytest.importorskip("transformers", minversion=".".join(map(str, _versions.OLDEST_PACKED)))
     plain, other = (generate.plain_model(generate._TINY, "bfloat16", "cpu") for _ in range(2))
     size, count = generate._weight_bytes(plain), (2, 4, 3)
     loaded, packed = generate.packed_from_checkpoint(plain), generate.packed_in_place(other)

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import sys
 
 import peft
 import pytest
@@ -9,15 +10,17 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from torch import nn
+from transformers.quantizers import auto
 
 import anabranch.torch.transformers as adapter
 import packed_checkpoints
-from anabranch._versions import series
+from anabranch._versions import packed_is_supported
 from anabranch.checkpoints import check, convert
 from anabranch.torch import add_lora, pack_mxfp4, unpack
-from anabranch.torch.transformers.packed_config import OLDEST, packed_config
+from anabranch.torch.transformers import quantizers
+from anabranch.torch.transformers.packed_config import packed_config
 
-if tuple(map(int, series(transformers.__version__).split("."))) < OLDEST:
+if not packed_is_supported(transformers.__version__):
     pytest.skip(
         f"TRANSFORMERS {transformers.__version__} IS TOO OLD: packed checkpoints were not tested",
         allow_module_level=True,
@@ -278,6 +281,30 @@ def test_codes_and_scales_are_never_converted_by_value(checkpoints, tmp_path):
 def test_a_packed_configuration_is_left_as_it_is(checkpoints):
     config = packed_config(transformers.AutoConfig.from_pretrained(checkpoints("gpt_oss")[0]))
     assert packed_config(config).to_dict() == config.to_dict()
+
+
+def test_both_formats_are_registered_in_every_process(checkpoints, tmp_path, monkeypatch):
+    """A new process gets a configuration that another one made, or a folder whose own format is MXFP4 of `convert`."""
+    config = packed_config(transformers.AutoConfig.from_pretrained(checkpoints("qwen3_moe")[0]))
+    convert(checkpoints("qwen3_moe")[0] / "plain", tmp_path / "packed", "mxfp4", progress=None)
+    for folder, options, prepare in (
+        (checkpoints("qwen3_moe")[0], {"config": config}, lambda: packed_config(config)),
+        (checkpoints("qwen3_moe")[0], {"config": config}, adapter.register),
+        (tmp_path / "packed", {}, adapter.register),
+    ):
+        for name in (quantizers.MXFP4, quantizers.FP8):  # as in a process that has not called a function of ours
+            monkeypatch.delitem(auto.AUTO_QUANTIZER_MAPPING, name, raising=False)
+            monkeypatch.delitem(auto.AUTO_QUANTIZATION_CONFIG_MAPPING, name, raising=False)
+        prepare()
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
+        assert all(isinstance(layer.mlp.experts, adapter.PackedExperts) for layer in model.model.layers)
+    monkeypatch.setattr(quantizers, "packed_is_supported", lambda version: False)
+    with pytest.raises(ImportError, match="packed checkpoints: got transformers"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    monkeypatch.delattr(adapter, "quantizers")
+    monkeypatch.setitem(sys.modules, quantizers.__name__, None)  # its import fails, as with unknown releases
+    with pytest.warns(RuntimeWarning, match="transformers: got no support for packed checkpoints"):
+        adapter.register()
 
 
 def test_models_that_cannot_be_packed_are_errors(checkpoints, tmp_path):

@@ -6,6 +6,7 @@ gate function. A function that is no `Activation` is an error; it is never repla
 """
 
 import functools
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -76,6 +77,8 @@ def _after_choice(choose: Callable[..., None]) -> Callable[..., None]:
 def register(*, peft: bool = True) -> None:
     """Registers "anabranch" as an experts implementation of Transformers. Further calls only apply `peft`.
 
+    It also registers the packed formats of `packed_config`, which `anabranch.checkpoints.convert` writes.
+
     Select it with `AutoModel....from_pretrained(..., experts_implementation="anabranch")` or
     `model.set_experts_implementation("anabranch")`. Expert parallelism of Transformers works: indices past the last
     local expert belong to other ranks. Transformers accepts a registered name for every model, and ignores it silently
@@ -102,6 +105,13 @@ def register(*, peft: bool = True) -> None:
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
     except ImportError as error:
         raise ImportError(f"anabranch.torch.transformers: expected transformers >= {OLDEST} ({error})") from error
+    try:
+        from anabranch.torch.transformers import quantizers
+
+        quantizers.install()
+    except ImportError as error:
+        message = f"transformers: got no support for packed checkpoints ({error}), expected a release like 5.24"
+        warnings.warn(message, RuntimeWarning, stacklevel=2)
     if peft:
         peft_adapters.install(_is_selected)
     else:

@@ -5,16 +5,8 @@ from typing import Any
 
 from anabranch._packages import needed_by
 from anabranch._text import shown
-from anabranch._versions import series
 from anabranch.precision import BLOCK
 from anabranch.torch.binding import check
-
-OLDEST = (5, 24)
-"""The oldest supported series of Transformers.
-
-Older ones drop axes of size 1 of scales when they save a model. 5.17 also loads incomplete checkpoints, and converts
-codes and scales of another dtype by value, without an error.
-"""
 
 
 def packed_config(config: Any) -> Any:
@@ -33,7 +25,8 @@ def packed_config(config: Any) -> Any:
         `weight_scale_inv` [N/128, C/128] for every expert and linear layer).
 
     Returns:
-      A copy of config, for the argument `config` of `from_pretrained`.
+      A copy of config, for the argument `config` of `from_pretrained`. A process that gets it from another one, pickled
+      or saved, must call this function or `register` before `from_pretrained`.
 
     Raises:
       ImportError: Transformers is missing or older than 5.24.
@@ -52,13 +45,12 @@ def packed_config(config: Any) -> Any:
     """
     with needed_by("anabranch.torch.transformers"):
         import transformers
-    if tuple(int(part) for part in series(transformers.__version__).split(".")) < OLDEST:
-        needed = ".".join(map(str, OLDEST))
-        raise ImportError(f"packed_config: got transformers {transformers.__version__}, expected >= {needed}")
-    if not isinstance(config, transformers.PreTrainedConfig):
-        raise TypeError(f"config: got {check.describe(config)}, expected a configuration of Transformers")
     from anabranch.torch.transformers import quantizers
 
+    quantizers.check_version()
+    quantizers.install()  # config may come from another process
+    if not isinstance(config, transformers.PreTrainedConfig):
+        raise TypeError(f"config: got {check.describe(config)}, expected a configuration of Transformers")
     config = copy.deepcopy(config)
     holder = config
     if getattr(config, "quantization_config", None) is None:
@@ -70,7 +62,6 @@ def packed_config(config: Any) -> Any:
     if "checkpoint" in entries:  # made by this function
         return config
     _check(entries)
-    quantizers.install()
     method = {"mxfp4": quantizers.MXFP4, "fp8": quantizers.FP8}.get(entries["quant_method"], entries["quant_method"])
     holder.quantization_config = {**entries, "quant_method": method, "checkpoint": entries}
     return config

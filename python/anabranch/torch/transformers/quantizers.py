@@ -8,6 +8,7 @@ import copy
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
@@ -15,10 +16,18 @@ from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQu
 from transformers.quantizers.quantizers_utils import should_convert_module
 from transformers.utils.quantization_config import FineGrainedFP8Config, Mxfp4Config
 
+from anabranch._versions import OLDEST_PACKED, packed_is_supported
 from anabranch.torch.transformers.experts_module import experts_modules, model_name
 from anabranch.torch.transformers.packed_modules import Fp8Linear, PackedExperts, PackedModule
 
 MXFP4, FP8 = "anabranch_mxfp4", "anabranch_fp8"
+
+
+def check_version() -> None:
+    """Raises ImportError if this Transformers is too old for packed checkpoints."""
+    if not packed_is_supported(transformers.__version__):
+        needed = ".".join(map(str, OLDEST_PACKED))
+        raise ImportError(f"packed checkpoints: got transformers {transformers.__version__}, expected >= {needed}")
 
 
 class _Config:
@@ -61,6 +70,7 @@ class _Packed:
 
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Needs no device and no further package."""
+        check_version()
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
         """None for codes and scales, which keep the dtype that they have in the checkpoint."""

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import sys
 
 import peft
@@ -251,12 +252,47 @@ def test_incomplete_checkpoints_are_errors_when_loaded(checkpoints, tmp_path):
         with pytest.raises(ValueError, match=f"{missing}: got no such tensor"):
             load(rewritten(checkpoints, tmp_path, name, rest))
     tensors = checkpoints("qwen3_moe")[1]
-    rest = {name: value for name, value in tensors.items() if "layers.1.mlp.experts.2.up_proj" not in name}
-    with pytest.raises(RuntimeError):  # of Transformers: three experts of up_proj beside four of gate_proj
-        load(rewritten(checkpoints, tmp_path, "qwen3_moe", rest))
     query = "model.layers.0.self_attn.q_proj.weight"
     with pytest.raises(ValueError, match=f"{query}: got torch.bfloat16, expected torch.float8_e4m3fn"):
         load(rewritten(checkpoints, tmp_path, "qwen3_moe", tensors | {query: tensors[query].bfloat16()}))
+
+
+def test_experts_that_are_missing_or_surplus_are_errors_when_loaded(checkpoints, tmp_path):
+    """Stacked by Transformers, they would shift the numbers of others without an error."""
+
+    def renamed(tensors, before, after):
+        return {name.replace(before, after): value for name, value in tensors.items()}
+
+    def refused(folder, tensors, name, got):
+        packed_checkpoints.save(folder, tensors)
+        with pytest.raises(
+            ValueError, match=f"^{re.escape(name)}: got {got} in the checkpoint, expected the experts 0"
+        ):
+            load(folder)
+
+    tensors = checkpoints("qwen3_moe")[1]
+    folder = rewritten(checkpoints, tmp_path, "qwen3_moe", tensors)
+    experts = "model.layers.1.mlp.experts"
+    missing, surplus = "no such tensor", "a tensor of no expert"
+    refused(folder, renamed(tensors, f"{experts}.1.", f"{experts}.4."), f"{experts}.1.down_proj.weight", missing)
+    for name in ("1.down_proj.weight", "2.up_proj.weight", "2.up_proj.weight_scale_inv"):
+        name = f"{experts}.{name}"
+        rest = {key: value for key, value in tensors.items() if key != name}
+        refused(folder, rest, name, missing)
+        refused(folder, rest | {re.sub(r"\.\d\.(?=\w+_)", ".9.", name): tensors[name]}, name, missing)
+    fifth = {name: value.clone() for name, value in renamed(tensors, ".experts.3.", ".experts.4.").items()}
+    refused(folder, tensors | fifth, "model.layers.0.mlp.experts.4.down_proj.weight", surplus)
+    rest = {key: value for key, value in tensors.items() if f"{experts}." not in key or "gate_proj" not in key}
+    refused(folder, rest, f"{experts}.0.gate_proj.weight", missing)
+    # The names of Mixtral's matrices have digits, and the model has other names.
+    sizes = dict(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_local_experts=4)
+    config = transformers.MixtralConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "plain")
+    convert(tmp_path / "plain", tmp_path / "mixtral", "mxfp4", progress=None)
+    tensors = load_file(tmp_path / "mixtral" / "model.safetensors")
+    (tmp_path / "mixtral" / "model.safetensors").unlink()
+    name = "model.layers.0.block_sparse_moe.experts.1.w2.weight_blocks"
+    refused(tmp_path / "mixtral", renamed(tensors, name, name.replace(".1.", ".4.")), name, missing)
 
 
 def test_codes_and_scales_are_never_converted_by_value(checkpoints, tmp_path):

@@ -5,11 +5,13 @@ converters then stack the tensors of single experts, and split them again when t
 """
 
 import copy
+import re
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
+from transformers.core_model_loading import WeightConverter
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
@@ -53,6 +55,39 @@ class PackedFp8Config(_Config, FineGrainedFP8Config):  # type: ignore[misc]
     """Configuration of `PackedFp8Quantizer`."""
 
 
+class _ExpertsConverter(WeightConverter):  # type: ignore[misc]
+    """Stacks the tensors of single experts as Transformers does, and requires exactly the experts of the model."""
+
+    __slots__ = ()
+
+    @classmethod
+    def of(cls, converter: Any) -> Any:
+        """Replaces a converter of Transformers that has a tensor per expert and one target."""
+        sources, targets = converter._original_source_patterns, converter._original_target_patterns
+        if type(converter) is not WeightConverter or len(targets) > 1 or not all("*." in name for name in sources):
+            return converter
+        new = cls(sources, targets, converter.operations, converter.force_cpu)
+        new.scope_prefix, new.base_model_prefix = converter.scope_prefix, converter.base_model_prefix
+        return new
+
+    def convert(self, layer_name: str, *args: Any, **kwargs: Any) -> Any:
+        """Raises ValueError for an expert that is missing or surplus; stacked, it would shift the others."""
+        saving = kwargs.get("loading_info") is None
+        module = None if saving else kwargs["model"].get_submodule(layer_name.rpartition(".")[0])
+        if isinstance(module, PackedExperts):
+            found = set(self.layer_targets[layer_name])
+            stems = {re.sub(r"(.*\.)\d+(?=\.)", r"\1*", name) for name in found}
+            absent = (pattern for pattern in self.source_patterns if pattern not in self.collected_tensors)
+            stems |= {layer_name.replace(self.target_patterns[0], pattern) for pattern in absent}
+            expected = {stem.replace("*", str(e)) for stem in stems for e in range(module.num_experts)}
+            if found != expected:
+                wrong = min(found ^ expected)
+                got = "a tensor of no expert" if wrong in found else "no such tensor"
+                experts = f"the experts 0 to {module.num_experts - 1} of the model"
+                raise ValueError(f"{wrong}: got {got} in the checkpoint, expected {experts}")
+        return super().convert(layer_name, *args, **kwargs)
+
+
 def _replace_experts(model: nn.Module, packed: str, excluded: list[str]) -> None:
     """Replaces the experts modules that the checkpoint has packed."""
     found = {path: part for path, part in experts_modules(model).items() if should_convert_module(path, excluded)}
@@ -71,6 +106,11 @@ class _Packed:
     def validate_environment(self, *args: Any, **kwargs: Any) -> None:
         """Needs no device and no further package."""
         check_version()
+
+    def update_weight_conversions(self, weight_conversions: Any, model: Any) -> list[Any]:
+        """Lets the converters of experts check that every expert is there."""
+        updated = super().update_weight_conversions(weight_conversions, model)  # type: ignore[misc]
+        return [_ExpertsConverter.of(conversion) for conversion in updated]
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: Any) -> Any:
         """None for codes and scales, which keep the dtype that they have in the checkpoint."""

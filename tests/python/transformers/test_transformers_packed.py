@@ -395,6 +395,37 @@ def test_converted_checkpoints_load(name, packed, checkpoints, tmp_path):
     assert check(tmp_path / "saved", progress=None).packed == packed
 
 
+def test_new_heads_and_routers_are_plain_layers(checkpoints, tmp_path):
+    """A layer on top of the base model is FP8 only if the checkpoint has its scales. A router is never FP8."""
+    folder, tensors = checkpoints("qwen3_moe")
+    config = packed_config(transformers.AutoConfig.from_pretrained(folder, num_labels=3))
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(folder, config=config, dtype=torch.float32)
+    assert type(model.score) is nn.Linear and 0 < model.score.weight.std() < 0.1
+    with torch.no_grad():
+        hidden = model.model(IDS).last_hidden_state
+        close(model(IDS).logits, model.score(hidden[:, -1]))
+        close(hidden, packed_checkpoints.load_plain(folder).model(IDS).last_hidden_state)
+
+    rewritten(checkpoints, tmp_path, "qwen3_moe", tensors)
+    entries = json.loads((tmp_path / "config.json").read_text())
+    entries["quantization_config"]["modules_to_not_convert"].remove("lm_head")
+    (tmp_path / "config.json").write_text(json.dumps(entries))
+    q, scales = packed_checkpoints.fp8(tensors["lm_head.weight"])
+    packed_checkpoints.save(tmp_path, tensors | {"lm_head.weight": q, "lm_head.weight_scale_inv": scales})
+    assert isinstance(load(tmp_path).lm_head, adapter.Fp8Linear)
+    packed_checkpoints.save(tmp_path, tensors | {"lm_head.weight": q})
+    with pytest.raises(ValueError, match=r"lm_head\.weight: got F8_E4M3 in the checkpoint, expected plain weights"):
+        load(tmp_path)
+
+    # Phi's router is a subclass of Linear, and modules_to_not_convert has its name in the checkpoint.
+    sizes = dict(vocab_size=96, hidden_size=128, intermediate_size=128, num_hidden_layers=1, num_local_experts=4)
+    config = transformers.PhimoeConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "plain")
+    convert(tmp_path / "plain", tmp_path / "phi", "fp8_blocks", progress=None)
+    with torch.no_grad():
+        close(load(tmp_path / "phi")(IDS).logits, packed_checkpoints.load_plain(tmp_path / "phi")(IDS).logits)
+
+
 def test_packed_modules_compile_to_one_graph(checkpoints):
     torch.compiler.reset()
     experts = add_lora(load(checkpoints("gpt_oss")[0]).model.layers[0].mlp.experts, rank=2)

@@ -33,8 +33,9 @@ def packed_config(config: Any) -> Any:
       TypeError: config is no configuration.
       ValueError: it has no quantization_config, or one of another format; the message names it.
       `from_pretrained` raises ValueError for packed tensors that the checkpoint lacks or has in another dtype, for
-      tensors of experts that the model lacks, and for sizes that are not multiples of a block, and NotImplementedError for models without experts that can be packed.
-      Transformers only reports other missing tensors, such as routers and norms.
+      tensors of experts that the model lacks, and for sizes that are not multiples of a block, and
+      NotImplementedError for models without experts that can be packed. Transformers only reports other missing
+      tensors, such as routers and norms.
 
     Gradients: none of packed weights. Source: semantics, section 13.
 

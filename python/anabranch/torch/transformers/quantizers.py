@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import safe_open
 from torch import nn
 from transformers.core_model_loading import WeightConverter
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
@@ -88,6 +89,16 @@ class _ExpertsConverter(WeightConverter):  # type: ignore[misc]
         return super().convert(layer_name, *args, **kwargs)
 
 
+def _names(files: Any) -> set[str]:
+    """The names of all tensors in safetensors files."""
+    names: set[str] = set()
+    for file in files or ():
+        if str(file).endswith(".safetensors"):
+            with safe_open(file, "pt") as tensors:
+                names.update(tensors.keys())
+    return names
+
+
 def _replace_experts(model: nn.Module, packed: str, excluded: list[str]) -> None:
     """Replaces the experts modules that the checkpoint has packed."""
     found = {path: part for path, part in experts_modules(model).items() if should_convert_module(path, excluded)}
@@ -121,7 +132,7 @@ class _Packed:
         if "F8" in given or "float8" in given:  # a cast would lose the scales
             raise ValueError(
                 f"{', '.join(names)}: got {given} in the checkpoint, expected plain weights: this module "
-                "is not an expert or a linear layer, or is in modules_to_not_convert"
+                "is not an expert or a linear layer, is in modules_to_not_convert, or lacks its scales"
             )
         return super().get_new_dtype(converter, param, dtype)  # type: ignore[misc]
 
@@ -170,7 +181,7 @@ class PackedFp8Quantizer(_Packed, FineGrainedFP8HfQuantizer):  # type: ignore[mi
         """None: nothing is decoded."""
         return {}
 
-    def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
+    def _process_model_before_weight_loading(self, model: Any, checkpoint_files: Any = None, **kwargs: Any) -> None:
         config: Any = self.quantization_config
         config.dequantize = True  # with it Transformers only converts the names of excluded modules
         super()._process_model_before_weight_loading(model)
@@ -178,14 +189,13 @@ class PackedFp8Quantizer(_Packed, FineGrainedFP8HfQuantizer):  # type: ignore[mi
         excluded = self.modules_to_not_convert
         tied = model.get_output_embeddings() if model.config.get_text_config().tie_word_embeddings else None
         _replace_experts(model, "fp8_blocks", excluded)
+        body, stored = set(model.base_model.modules()), _names(checkpoint_files)
         for path, module in list(model.named_modules()):
-            if not isinstance(module, nn.Linear) or module is tied or not should_convert_module(path, excluded):
+            # Subclasses of Linear, such as routers, are plain. So are heads whose scales the checkpoint lacks.
+            if type(module) is not nn.Linear or module is tied or not should_convert_module(path, excluded):
                 continue
-            if type(module) is not nn.Linear:
-                raise NotImplementedError(
-                    f"{path}: got a {type(module).__name__} that is not in modules_to_not_convert, expected a Linear"
-                )
-            model.set_submodule(path, Fp8Linear(module))
+            if module in body or f"{path}.weight_scale_inv" in stored:
+                model.set_submodule(path, Fp8Linear(module))
 
 
 def install() -> None:

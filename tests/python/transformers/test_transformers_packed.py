@@ -426,6 +426,12 @@ def test_new_heads_and_routers_are_plain_layers(checkpoints, tmp_path):
         close(load(tmp_path / "phi")(IDS).logits, packed_checkpoints.load_plain(tmp_path / "phi")(IDS).logits)
 
 
+@pytest.mark.parametrize("name", packed_checkpoints.CONFIGS)
+def test_float64_is_refused(name, checkpoints):
+    with pytest.raises(TypeError, match="x: got float64"):
+        load(checkpoints(name)[0]).double()(IDS)
+
+
 def test_packed_modules_compile_to_one_graph(checkpoints):
     torch.compiler.reset()
     experts = add_lora(load(checkpoints("gpt_oss")[0]).model.layers[0].mlp.experts, rank=2)

@@ -264,6 +264,6 @@ class Fp8Linear(PackedModule, nn.Linear):
         """x [..., C] to [..., N]."""
         if self.weight.dtype != torch.float8_e4m3fn:
             raise TypeError(f"weight: got {check.describe(self.weight)}, expected torch.float8_e4m3fn")
-        x = as_autocast(x)
+        x = check.tensor("x", as_autocast(x), check.FLOATS, (..., ("C", self.in_features)))
         y: Tensor = _Product.apply(x, self.weight, self.weight_scale_inv)
         return y if self.bias is None else y + self.bias.to(y.dtype)

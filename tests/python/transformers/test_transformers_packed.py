@@ -432,6 +432,20 @@ def test_float64_is_refused(name, checkpoints):
         load(checkpoints(name)[0]).double()(IDS)
 
 
+@pytest.mark.parametrize("name", ["gpt_oss", "qwen3_moe"])
+def test_generate_with_a_static_cache_compiles_the_model(name, checkpoints):
+    torch.compiler.reset()
+    graphs = []
+    compiled = transformers.CompileConfig(
+        backend=lambda graph, inputs: graphs.append(graph) or graph.forward, mode=None, fullgraph=True
+    )
+    compiled._compile_all_devices = True  # generate itself compiles on GPUs only
+    model, options = load(checkpoints(name)[0]), dict(max_new_tokens=3, min_new_tokens=3, do_sample=False)
+    options["attention_mask"] = torch.ones_like(IDS)
+    tokens = model.generate(IDS, cache_implementation="static", compile_config=compiled, **options)
+    assert graphs and torch.equal(tokens, model.generate(IDS, **options))
+
+
 def test_packed_modules_compile_to_one_graph(checkpoints):
     torch.compiler.reset()
     experts = add_lora(load(checkpoints("gpt_oss")[0]).model.layers[0].mlp.experts, rank=2)

@@ -158,8 +158,8 @@ class _Packed:
 
     @property
     def is_compileable(self) -> bool:
-        """`generate` does not compile the model by itself."""
-        return False
+        """`generate` may compile the model, as it does with a static cache on a GPU."""
+        return True
 
 
 class PackedMxfp4Quantizer(_Packed, HfQuantizer):  # type: ignore[misc]

@@ -191,8 +191,11 @@ def test_sums_of_peft_with_packed_weights_are_errors(checkpoints):
     after = dict(model.named_parameters())
     assert all(same_bytes(value, after[name]) for name, value in before.items())
     folder, _ = checkpoints("gpt_oss")
-    with pytest.raises(ValueError):
-        with_peft(load(folder))
+    model = load(folder)
+    for targets in (TARGETS, ["0.mlp.experts.down_proj"], ["gate_up_proj_blocks"], ["down_proj_scales"]):
+        with pytest.raises(NotImplementedError, match=f"target_parameters: got '{targets[0]}', the MXFP4 weights"):
+            with_peft(model, target_modules=["q_proj"], target_parameters=targets)
+    with_peft(model, target_modules=["q_proj"], target_parameters=["router.weight"])
     with pytest.raises(ValueError, match="expected experts without adapters"):
         add_lora(add_lora(load(folder), 2), 2)
 

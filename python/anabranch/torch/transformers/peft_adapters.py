@@ -5,9 +5,9 @@ for all experts, several times. `install()` wraps that function: where the inner
 "anabranch", it calls this module with the factors beside it, and `experts_forward` passes them to the layer. In all
 other cases, which `_found` lists, PEFT's own function runs. PEFT's modules, parameters and files do not change.
 
-Packed experts have codes where PEFT expects weights, and experts of `parallelize` have those of one rank: a sum with
-them is wrong. There PEFT's own function runs only if the adapters are disabled; else an error is raised, also by
-`merge`.
+PEFT does not find weights in MXFP4 experts, and would skip them with a warning: an error is raised instead. FP8 experts
+have codes where PEFT expects weights, and experts of `parallelize` have those of one rank: a sum with them is wrong.
+There PEFT's own function runs only if the adapters are disabled; else an error is raised, also by `merge`.
 """
 
 import functools
@@ -174,17 +174,36 @@ def _refuse(wrapper: Any, what: str) -> NoReturn:
     )
 
 
-def _before_sharding(inject: Callable[..., None]) -> Any:
-    """Refuses new adapters of a sharded model: their parameters would differ between ranks after the first step."""
+def _refuse_codes(model: nn.Module, targets: Sequence[str]) -> None:
+    """Raises NotImplementedError if `target_parameters` name MXFP4 experts, which PEFT would skip with a warning."""
+    for path, module in model.named_modules():
+        if not is_packed_experts(module) or module.packed != "mxfp4":
+            continue
+        packed: Any = module
+        keys = {f".{path}.{n}" for name in packed.packed_names() for n in (name, name.removesuffix("_blocks"))}
+        for target in targets:
+            if any(key.endswith(f".{target}") for key in keys):
+                raise NotImplementedError(
+                    f"target_parameters: got {target!r}, the MXFP4 weights of {model_name(module)}, expected no "
+                    "parameters of these experts: anabranch.torch.add_lora adapts them"
+                )
+
+
+def _checked(inject: Callable[..., None]) -> Any:
+    """Refuses new adapters of MXFP4 experts and of a sharded model.
+
+    With the latter their parameters would differ between ranks after the first step.
+    """
 
     @functools.wraps(inject)
-    def wrapped(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+    def wrapped(self: Any, model: Any, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        _refuse_codes(model, getattr(self.peft_config[adapter_name], "target_parameters", None) or ())
         if any(group_of(module) is not None for module in model.modules()):
             raise NotImplementedError(
                 f"model: got a new adapter for {model_name(model)}, which parallelize has sharded, expected "
                 "get_peft_model before parallelize, and no peft_config of a trainer"
             )
-        inject(self, model, *args, **kwargs)
+        inject(self, model, adapter_name, *args, **kwargs)
 
     return wrapped
 
@@ -221,7 +240,7 @@ def _wrap(module: Any, is_selected: Callable[[Any], bool]) -> None:
     if not hasattr(original, "__wrapped__"):
         wrapper_type.forward = _with_factors(original, is_selected, wrapper_type)
         wrapper_type.merge = _without_packed(wrapper_type.merge)
-        tuner.inject_adapter = _before_sharding(tuner.inject_adapter)
+        tuner.inject_adapter = _checked(tuner.inject_adapter)
 
 
 class _Finder(importlib.abc.MetaPathFinder):

@@ -14,10 +14,10 @@ def packed_config(config: Any) -> Any:
 
     The experts are computed by `routed_experts` from `Mxfp4` or `Fp8Blocks` weights, on the CPU and on a GPU, whatever
     `experts_implementation` is. Loading needs no GPU. With FP8 the other linear layers stay packed, too, and are
-    decoded in each pass. Packed parameters are frozen; all others can be trained. `save_pretrained` writes the names
-    and bytes of the checkpoint's tensors that the model has, with the checkpoint's own quantization_config. Adapters by
-    `add_lora` are in the state_dict, but `from_pretrained` does not load them: save them separately. PEFT saves its own
-    adapters.
+    decoded in each pass. Packed parameters are frozen; all others can be trained. `save_pretrained` writes the tensors
+    that the model has under the checkpoint's names, codes and scales with the same bytes and the others in the model's
+    dtype, and the checkpoint's own quantization_config. Adapters by `add_lora` are in the state_dict, but
+    `from_pretrained` does not load them: save them separately. PEFT saves its own adapters.
 
     Args:
       config: a configuration of Transformers whose quantization_config has the quant_method "mxfp4" (experts as in

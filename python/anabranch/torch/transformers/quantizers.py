@@ -143,7 +143,7 @@ class _Packed:
         return model
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
-        """The state dict has the checkpoint's names and bytes."""
+        """The state dict has the codes and scales of the checkpoint."""
         return True
 
     @property

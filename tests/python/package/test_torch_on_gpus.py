@@ -118,6 +118,8 @@ def on_cuda(value):
         return tensor.requires_grad_() if tensor.is_floating_point() else tensor
     if isinstance(value, ab.Lora):
         return ab.Lora(*map(on_cuda, value))
+    if isinstance(value, (ab.Mxfp4, ab.Fp8Blocks, ab.Replay)):  # their floats are constants
+        return type(value)(*(part if part is None else torch.from_numpy(part).to("cuda") for part in value))
     if type(value) is tuple:
         return tuple(map(on_cuda, value))
     if isinstance(value, torch.nn.Module):

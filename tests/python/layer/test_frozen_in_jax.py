@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from anabranch.jax import moe, routed_experts
+from anabranch.jax import expert_ffn, grouped_matmul, moe, routed_experts
 from anabranch.lora import NAMES
 from lora_cases import as_lora, with_lora
 from moe_cases import operands
@@ -114,3 +114,65 @@ def test_errors():
     for scale, kind in ((float("inf"), ValueError), (1e39, ValueError), ("1", TypeError), ((1, 2, 3), ValueError)):
         with pytest.raises(kind, match="lora_scale: got"):
             call(lora, lora_scale=scale)
+
+
+SIZES = np.array([11, 0, 20, 9, 15, 6], np.int32)
+CHOSEN = np.arange(T * K, dtype=np.int32).reshape(T, K) % E
+WEIGHTS = np.full((T, K), 0.5, np.float32)
+#: The operands of a function that are differentiated, x first, and the function.
+SHARING = {
+    "moe": (POSITIONAL, lambda *o: moe(*o, topk=K).output),
+    "routed_experts": (("x", "w_in", "w_out"), lambda x, *w: routed_experts(x, CHOSEN, WEIGHTS, *w).output),
+    "expert_ffn": (("x", "w_in", "w_out"), lambda x, *w: expert_ffn(x, *w, SIZES)),
+    "grouped_matmul": (("x", "w_in"), lambda x, w: grouped_matmul(x, w[:, :, 0], SIZES)),
+}
+
+
+@pytest.mark.parametrize("outer", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "checkpoint"])
+@pytest.mark.parametrize("name", SHARING)
+def test_derivatives_that_share_a_program(name, outer):
+    """JAX has one program for derivatives with respect to different operands; none may change the others."""
+    names, function = SHARING[name]
+    given = [jnp.asarray(ARRAYS[name]) for name in names]
+    layer, every = outer(function), range(len(given))
+
+    def loss(*operands):
+        return jnp.sum(jnp.sin(layer(*operands)))
+
+    jax.clear_caches()
+    want = jax.grad(loss, every)(*given)
+    assert all(jnp.any(gradient != 0) for gradient in want)
+    jax.clear_caches()
+    _, pull = jax.vjp(loss, *given)
+    d_x = jax.grad(loss)(*given)
+    jax.tree.map(np.testing.assert_array_equal, pull(jnp.float32(1)), want)
+    np.testing.assert_allclose(d_x, want[0], rtol=1e-5, atol=1e-6)
+    jax.clear_caches()
+    with pytest.raises(TypeError, match="got a forward-mode derivative"):
+        jax.jvp(loss, tuple(given), tuple(given))
+    jax.grad(loss)(*given)
+    jax.tree.map(np.testing.assert_array_equal, jax.grad(loss, every)(*given), want)
+
+
+@pytest.mark.parametrize("program", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@pytest.mark.parametrize("outer", [lambda f: f, jax.jit, jax.checkpoint], ids=["plain", "jit", "checkpoint"])
+def test_a_trained_layer_below_a_frozen_one(outer, program):
+    x, *weights = (jnp.asarray(ARRAYS[name]) for name in POSITIONAL)
+    frozen = [-0.5 * weight for weight in weights]
+
+    def gradients(of_layer):
+        def loss(weights):
+            return jnp.sum(jnp.sin(of_layer(of_layer(x, *weights) + x, *frozen)))
+
+        return program(jax.grad(loss))(weights)
+
+    jax.clear_caches()
+    want = jax.jit(jax.grad(lambda w: jnp.sum(jnp.sin(_layer(_layer(x, *w) + x, *frozen)))))(weights)
+    assert all(jnp.any(gradient != 0) for gradient in want)
+    jax.clear_caches()
+    for got, expected in zip(gradients(outer(_layer)), want, strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-5 * float(jnp.abs(expected).max()))
+
+
+def _layer(*operands):
+    return moe(*operands, topk=K).output

@@ -7,7 +7,7 @@ with vmap, which raises.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -51,10 +51,28 @@ batching.primitive_batchers[_operand] = lambda values, axes, *, name: (_operand.
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class _Needed:
-    """Which operands need a gradient; part of the structure of the residuals, so it is known while JAX traces."""
+class _Structure:
+    """The structure of the operands; part of that of the residuals."""
 
-    operands: tuple[Any, ...]
+    tree: Any
+
+
+_BITS = 16
+
+
+def _as_shape(flags: Sequence[bool]) -> jax.Array:
+    """An array without elements whose shape contains flags.
+
+    The backward rule must know the flags while JAX traces it. They must not be part of the structure of the residuals:
+    JAX keeps one structure per program, that of the forward rule which it traced last.
+    """
+    groups = (flags[i : i + _BITS] for i in range(0, len(flags), _BITS))
+    return jnp.zeros((0, *(sum(flag << i for i, flag in enumerate(group)) for group in groups)), bool)
+
+
+def _flags(array: jax.Array, number: int) -> list[bool]:
+    """The flags in the shape of an array."""
+    return [bool(array.shape[1 + i // _BITS] >> i % _BITS & 1) for i in range(number)]
 
 
 def _as_array(cotangent: Any) -> Any:
@@ -91,13 +109,14 @@ class ReverseMode:
         def forward_rule(*arguments: Any) -> Any:
             primals = arguments[options:]
             values = (jax.tree.map(lambda primal: primal.value, tree) for tree in primals)
-            needed = tuple(jax.tree.map(lambda primal: bool(primal.perturbed), tree) for tree in primals)
+            flags, structure = jax.tree.flatten([jax.tree.map(lambda p: bool(p.perturbed), tree) for tree in primals])
             results, residuals = forward(*arguments[:options], *values)
-            return results, (_Needed(needed), residuals)
+            return results, (_Structure(structure), _as_shape(flags), residuals)
 
         def backward_rule(*arguments: Any) -> Any:
-            given, (needed, residuals), cotangents = arguments[:options], arguments[-2], arguments[-1]
-            return backward(*given, *needed.operands, residuals, jax.tree.map(_as_array, cotangents))
+            given, (operands, flags, residuals), cotangents = arguments[:options], arguments[-2], arguments[-1]
+            needed = jax.tree.unflatten(operands.tree, _flags(flags, operands.tree.num_leaves))
+            return backward(*given, *needed, residuals, jax.tree.map(_as_array, cotangents))
 
         self._rule.defvjp(forward_rule, backward_rule, symbolic_zeros=True)
 

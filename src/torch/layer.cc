@@ -44,11 +44,11 @@ void layer_forward(Value* stack, uint64_t, uint64_t) {
   static const int32_t number = operation_number("packed_layer");
   std::vector<Tensor> results = run(number, arguments);
   const int64_t one = 1;
-  const Tensor dropped = std::move(results[DROPPED]);  // the number, and a zero
+  const Tensor dropped = std::move(results[DROPPED]);  // the number, and two zeros
   results[DROPPED] = viewed(dropped, 0, nullptr);
   results.push_back(std::move(logits));
   results.push_back(viewed(dropped, 1, &one));
-  results.push_back(viewed(view_as(dropped, shims.dtype_float32()), 0, nullptr, 1));
+  for (int64_t i : {1, 2}) results.push_back(viewed(view_as(dropped, shims.dtype_float32()), 0, nullptr, i));
   give(stack, results);
 }
 

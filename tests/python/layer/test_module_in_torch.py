@@ -49,3 +49,18 @@ def test_random_cotangents_against_the_oracle(options, dtype):
         settings["expert_bias"] = in_torch.array(layer.expert_bias)
     wanted = expected_layer(arrays, tuple(outputs.values()), **settings)
     assert_layer(in_torch.arrays(result), got, wanted, dtype)
+
+
+def test_losses_of_several_layers_are_added_in_place():
+    """The losses of a layer without losses are two tensors."""
+    arrays = operands(16, E, K, D, F, bias=True)
+    with_losses = make_layer(arrays, E, K, aux_loss_coeff=0.1, z_loss_coeff=0.01)
+    x = in_torch.tensor(arrays["x"])
+    for coefficients in ({}, {"z_loss_coeff": 0.0, "aux_loss_coeff": 0.0}):
+        first, second = make_layer(arrays, E, K, **coefficients)(x), with_losses(x)
+        aux, z = first.aux_loss, first.z_loss
+        aux += second.aux_loss
+        z += second.z_loss
+        torch.testing.assert_close((aux, z), (second.aux_loss, second.z_loss), rtol=0, atol=0)
+        assert aux > 0 and z > 0 and aux != z
+        assert first.dropped == 0 and first.tokens_per_expert.sum() == 16 * K

@@ -324,11 +324,11 @@ def run_layer(
     if quantized is not None:
         operands = operands._replace(**quantized_fields(quantized))
     result: LayerOutput | GroupOutput
-    zero = None
+    zero = another_zero = None
     if parallel is None:
         result = fused_layer(config, operands, are_parameters=are_parameters)
         counts, by_source, histogram = result.tokens_per_expert, result.dropped_by_source, result.qb_histogram
-        zero, dropped = result.zero, result.dropped
+        zero, another_zero, dropped = result.zero, result.another_zero, result.dropped
         if by_source is None:
             by_source = result.dropped.view(1)
     else:
@@ -339,7 +339,9 @@ def run_layer(
         counts, by_source, histogram = result.all_tokens_per_expert, result.all_dropped, result.all_qb_histogram
         zero = result.zero
         dropped = by_source.sum(dtype=torch.int32) if result.dropped is None else result.dropped
-    aux = z = _zero(x) if zero is None else zero
+    # Two tensors: callers add other losses to them in place.
+    aux = _zero(x) if zero is None else zero
+    z = _zero(x) if another_zero is None else another_zero
     if config.aux_loss or config.z_loss:
         number = torch.full_like(aux, tokens.shape[0]) if token_mask is None else token_mask.sum().float()
         sums = _sums(config, result, number, group if loss_group is None else loss_group)
@@ -423,9 +425,6 @@ def _losses(
 ) -> tuple[Tensor, Tensor]:
     """(aux_loss, z_loss) from sums over `number` tokens. squares: the sum of lse^2."""
     aux_coeff, z_coeff = coefficients
-    aux = z = _zero(score_sum)
-    if aux_coeff:
-        aux = load_balance_loss(score_sum, counts, topk, aux_coeff, number)
-    if z_coeff:
-        z = mean_of_squares(squares, z_coeff, number)
+    aux = load_balance_loss(score_sum, counts, topk, aux_coeff, number) if aux_coeff else _zero(score_sum)
+    z = mean_of_squares(squares, z_coeff, number) if z_coeff else _zero(score_sum)
     return aux, z

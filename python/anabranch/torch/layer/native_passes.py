@@ -31,7 +31,7 @@ if native is not None:
         f"Tensor? b_out, {QUANTIZED}, {FACTORS}, int config) -> "
         "(Tensor output, Tensor tokens_per_expert, Tensor dropped, Tensor weights, Tensor experts, Tensor score_sum, "
         "Tensor lse, Tensor qb_histogram, Tensor h, Tensor lora_u, Tensor lora_copies, Tensor maps, Tensor logits, "
-        "Tensor dropped_by_source, Tensor zero)"
+        "Tensor dropped_by_source, Tensor zero, Tensor another_zero)"
     )
     _ops.define(
         "layer_backward(Tensor d_output, Tensor? d_score_sum, Tensor? d_lse, Tensor? tokens, Tensor? gate, Tensor x, "
@@ -73,9 +73,9 @@ def forward(config: LayerConfig, o: Operands) -> LayerOutput:
         *forward_operands(o.quantized()),
         *factor_arguments(o.factors()), config.number,
     )  # fmt: skip
-    *of_caller, h, u, copies, maps, logits, dropped_by_source, zero = results
+    *of_caller, h, u, copies, maps, logits, dropped_by_source, zero, another_zero = results
     saved = (h, u, copies, None, None, None, logits, None, maps)
-    return LayerOutput(*(*of_caller, *saved, dropped_by_source, zero))
+    return LayerOutput(*(*of_caller, *saved, dropped_by_source, zero, another_zero))
 
 
 def unpacked_maps(config: LayerConfig, maps: Tensor, experts: Tensor, h: Tensor) -> tuple[Tensor, ...]:

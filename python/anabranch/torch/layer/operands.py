@@ -237,4 +237,6 @@ class LayerOutput(NamedTuple):
     dropped_by_source: Tensor | None = None
     """int32 [1], a view of `dropped`."""
     zero: Tensor | None = None
-    """float32 []: 0, for losses that are not requested."""
+    """float32 []: 0, for a loss that is not requested."""
+    another_zero: Tensor | None = None
+    """The same with memory of its own."""

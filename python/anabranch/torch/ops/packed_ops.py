@@ -1,8 +1,8 @@
 """Variants of the layer's operations with fewer tensors, which only native code runs. Their C calls are the same.
 
 The three maps of the plan are one int32 tensor, `maps`: row_of_slot [T, K], slot_of_row [R] and group_sizes [E].
-Results that were not requested are None. `dropped` is int32 [2]. Its second element is 0, which is also a float zero:
-the loss of a layer without losses.
+Results that were not requested are None. `dropped` is int32 [3]. Its last two elements are 0, which is also a float
+zero: the losses of a layer without losses.
 """
 
 from typing import Any
@@ -67,7 +67,7 @@ def requested_results(results: Any) -> tuple[Any, ...]:
 def _allocate_layer(*arguments):
     output, counts, _, *others, row_of_slot, slot_of_row, group_sizes = allocate_layer(*arguments)
     (T, K), (R,), (E,) = row_of_slot.shape, slot_of_row.shape, group_sizes.shape
-    dropped, maps = (row_of_slot.new_empty((size,)) for size in (2, _starts(T, K, R, E)[-1]))
+    dropped, maps = (row_of_slot.new_empty((size,)) for size in (3, _starts(T, K, R, E)[-1]))
     return output, counts, dropped, *requested_results(others), maps
 
 

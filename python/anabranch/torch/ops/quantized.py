@@ -119,7 +119,7 @@ def quantize_experts(
     Pass the result as `quantized`, together with the weights. Then calls do not quantise: once per step instead of once
     per pass, or once for frozen weights. Quantise again when the weights change. A call raises if the weights were
     written in place since, for example by an optimizer. Not noticed: a weight that is another tensor than before,
-    changes through `.data`, and any change in a compiled program or under FSDP.
+    changes through `.data`, a copy of the result (copy.deepcopy), and any change in a compiled program or under FSDP.
 
     Args:
       w_in: [E, D, 2, F] or [E, D, 1, F], float32, bfloat16 or float16; D and F multiples of 128. With a group, this

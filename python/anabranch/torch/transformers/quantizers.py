@@ -64,11 +64,11 @@ class _ExpertsConverter(WeightConverter):  # type: ignore[misc]
     @classmethod
     def of(cls, converter: Any) -> Any:
         """Replaces a converter of Transformers that has a tensor per expert and one target."""
-        sources, targets = converter._original_source_patterns, converter._original_target_patterns
+        sources, targets = converter.source_patterns, converter.target_patterns
         if type(converter) is not WeightConverter or len(targets) > 1 or not all("*." in name for name in sources):
             return converter
-        new = cls(sources, targets, converter.operations, converter.force_cpu)
-        new.scope_prefix, new.base_model_prefix = converter.scope_prefix, converter.base_model_prefix
+        new = copy.deepcopy(converter)
+        new.__class__ = cls
         return new
 
     def convert(self, layer_name: str, *args: Any, **kwargs: Any) -> Any:

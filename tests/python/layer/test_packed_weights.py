@@ -1,7 +1,7 @@
 """The layer on packed weights has the bits of the layer on unpacked ones, in every output and gradient.
 
 On a GPU the small-M kernels of packed weights add sums in another order: there 16-bit results agree within rounding.
-`moe` on packed weights is also compared with the oracle, whose weights numpy unpacks.
+`moe` and `routed_experts` on packed weights are also compared with the oracle, whose weights numpy unpacks.
 """
 
 import jax
@@ -11,10 +11,11 @@ import pytest
 from anabranch.activation import Activation
 from anabranch.lora import NAMES
 from anabranch.packed import Fp8Blocks, Mxfp4
+from anabranch.reference import moe as reference
 from anabranch.reference.packed import unpack
 from frameworks import BOTH, in_torch, vjp
-from lora_cases import lora_factors, takes_factors
-from moe_cases import BOUND, EXPERT_AXIS, expected_layer, in_our_layout, layouts_of
+from lora_cases import lora_factors, oracle_options, takes_factors, with_factors
+from moe_cases import BOUND, EXPERT_AXIS, expected_layer, in_our_layout, layouts_of, saved_dtype
 from oracle import assert_close, assert_close_per_expert
 from packed_cases import as_given, bits, dtype_of, front_end, random_packed
 
@@ -145,29 +146,30 @@ def test_moe(platform, case):
     assert_same(both_ways(layer, CASES[case]), is_exact(platform, CASES[case]))
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_moe_against_the_oracle(platform, case):
-    """The output and every gradient, per expert, for a random cotangent. Expert COLD has no tokens."""
+def check_against_the_oracle(case, arrays, layer, expected):
+    """Compares the output and every gradient, per expert, for a random cotangent. Expert COLD has no tokens.
+
+    arrays: the differentiated operands, without packed weights. layer: a function of (w_in, w_out, *, the others).
+    expected: (operands with unpacked weights, in our layout; cotangent) -> (output, gradients, terms of the gradients).
+    """
     pair, plain = packed_pair(CASES[case])
-    options = CASES[case][-1]
-    arrays = operands(CASES[case]) | plain
+    arrays = arrays | plain
     w_in, w_out = map(as_given, pair)
 
-    def call(w_in=w_in, w_out=w_out, *, x, gate, **given):
-        return front_end().moe(x, gate, w_in, w_out, topk=K, **given, **options).output
+    def call(w_in=w_in, w_out=w_out, **given):
+        return layer(w_in, w_out, **given)
 
     call = takes_factors(call)
     output, pull = vjp(call, call, arrays)
     cotangent = np.random.default_rng(7).standard_normal(output.shape).astype(output.dtype)
-    layouts = layouts_of(options)
+    layouts = layouts_of(CASES[case][-1])
     gradients = in_our_layout({name: np.asarray(array) for name, array in pull(cotangent).items()}, layouts)
 
     dtype = CASES[case][5]
     packed = zip(("w_in", "w_out"), pair, strict=True)
     values = {name: unpack(matrix, arrays["x"].dtype) for name, matrix in packed if matrix is not None}
-    cotangents = (cotangent, np.float32(0), np.float32(0), np.zeros((T, K), np.float32))
-    want, want_gradients, terms = expected_layer(in_our_layout(arrays | values, layouts), cotangents, topk=K, **options)
-    assert_close(output, want.output, BOUND[dtype], "output")
+    want, want_gradients, terms = expected(in_our_layout(arrays | values, layouts), cotangent)
+    assert_close(output, want, BOUND[dtype], "output")
     assert gradients.keys() == arrays.keys()
     for name, gradient in gradients.items():
         bound = max(BOUND[dtype], BOUND[str(gradient.dtype)])
@@ -175,6 +177,44 @@ def test_moe_against_the_oracle(platform, case):
         if name in EXPERT_AXIS:
             given = gradient, want_gradients[name], 4 * bound, f"d_{name}"
             assert_close_per_expert(*given, EXPERT_AXIS[name], terms.get(name))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_moe_against_the_oracle(platform, case):
+    options = CASES[case][-1]
+
+    def layer(w_in, w_out, *, x, gate, **given):
+        return front_end().moe(x, gate, w_in, w_out, topk=K, **given, **options).output
+
+    def expected(arrays, cotangent):
+        cotangents = (cotangent, np.float32(0), np.float32(0), np.zeros((T, K), np.float32))
+        want, gradients, terms = expected_layer(arrays, cotangents, topk=K, **options)
+        return want.output, gradients, terms
+
+    check_against_the_oracle(case, operands(CASES[case]), layer, expected)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_routed_experts_against_the_oracle(platform, case):
+    options = CASES[case][-1]
+    rng = np.random.default_rng(8)
+    experts = rng.choice([0, 1, 2, 4, -1], (T, K)).astype(np.int32)
+    arrays = operands(CASES[case])
+    del arrays["gate"]
+    arrays["weights"] = rng.standard_normal((T, K)).astype(arrays["x"].dtype)
+
+    def layer(w_in, w_out, *, x, weights, **given):
+        return front_end().routed_experts(x, as_given(experts), weights, w_in, w_out, **given, **options).output
+
+    def expected(arrays, cotangent):
+        settings = {name: options[name] for name in ("activation", "weight_early", "lora_scale") if name in options}
+        given = {name: array for name, array in arrays.items() if name not in NAMES} | {"experts": experts}
+        given |= settings | oracle_options(arrays)
+        kept = saved_dtype(options.get("activation", "silu"), str(arrays["x"].dtype))
+        gradients = reference.routed_experts_backward(**given, d_output=cotangent, saved_dtype=kept)
+        return reference.routed_experts(**given).output, with_factors(gradients), {}
+
+    check_against_the_oracle(case, arrays, layer, expected)
 
 
 @pytest.mark.parametrize("case", ["mxfp4, bfloat16, interleaved, adapters", "fp8 blocks"])

@@ -326,6 +326,10 @@ def check_errors(rank, ranks):
         NotImplementedError, match=r"experts: got trained parameters of torch.bfloat16 and torch.float3"
     ):
         adapter.parallelize(mixed, mesh_of(0, ranks))
+    mixed = build("qwen3_moe").bfloat16()
+    mixed.model.layers[0].self_attn.scale = torch.nn.Parameter(torch.ones(2))
+    with pytest.raises(NotImplementedError, match=r"0.self_attn: got trained parameters of torch.bfloat16 and torch.f"):
+        adapter.parallelize(mixed, mesh_of(0, ranks))
     config = copy.deepcopy(mixed.config)
     config.num_experts, config.num_experts_per_tok = 5, 2
     with pytest.raises(

@@ -58,6 +58,7 @@ class _Structure:
 
 
 _BITS = 16
+"""Flags in one dimension of the shape."""
 
 
 def _as_shape(flags: Sequence[bool]) -> jax.Array:

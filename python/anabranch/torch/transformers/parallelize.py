@@ -6,7 +6,7 @@ keeps its own batch; tokens travel to their experts as in `routed_experts` with 
 
 import collections
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -97,9 +97,9 @@ def parallelize(
     for path, module in modules.items():
         _check_experts(path, module, expert.size(), data)
     _check_plain(model)
-    _check_dtypes(model)
     _check_tied(base)
     layers = _decoder_layers(model, base)
+    _check_dtypes(model, layers)
     held = holders(model)
     whole = model.state_dict() if held is Holders.FIRST_RANK else {}
 
@@ -195,20 +195,25 @@ def _check_plain(model: nn.Module) -> None:
 
 def _trained(module: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
     """The trained parameters that are no DTensors yet."""
-    for value in module.parameters(recurse):
-        if value.requires_grad and type(value) is nn.Parameter and not hasattr(value, "full_tensor"):
-            yield value
+    return (value for value in module.parameters(recurse) if value.requires_grad and type(value) is nn.Parameter)
 
 
-def _check_dtypes(model: nn.Module) -> None:
-    """Checks that parameters of different dtypes can be in different units of FSDP2, see `_of_other_dtypes`."""
-    for path, module in model.named_modules():
-        own = {value.dtype for value in _trained(module, recurse=False)}
-        if len(own) > 1:
-            raise NotImplementedError(
-                f"{path or 'model'}: got trained parameters of {' and '.join(sorted(map(str, own)))} in one module, "
-                "expected one dtype: FSDP2 cannot shard them together"
-            )
+def _check_dtypes(model: nn.Module, layers: list[nn.Module]) -> None:
+    """Checks that modules of another dtype than the rest of their unit of FSDP2 can be a unit, see `_of_other_dtypes`.
+
+    Raises:
+      NotImplementedError: such a module, with all modules inside it, has trained parameters of several dtypes.
+    """
+    paths = {module: path for path, module in model.named_modules()}
+    for unit in (*layers, model):
+        for dtype, modules in _of_other_dtypes(unit).items():
+            for module in modules:
+                found = {value.dtype for value in _trained(module)}
+                if found != {dtype}:
+                    raise NotImplementedError(
+                        f"{paths[module] or 'model'}: got trained parameters of {' and '.join(sorted(map(str, found)))} in one "
+                        "module, expected one dtype: FSDP2 cannot shard them together"
+                    )
 
 
 def _check_tied(base: Any) -> None:
@@ -261,8 +266,8 @@ def _constant(value: Any) -> Callable[[Any], Any]:
     return lambda _: value
 
 
-def _of_other_dtypes(unit: nn.Module) -> list[list[nn.Module]]:
-    """The modules of a unit whose trained parameters have another dtype than most, by dtype.
+def _of_other_dtypes(unit: nn.Module) -> Mapping[torch.dtype, list[nn.Module]]:
+    """The modules of a unit whose own trained parameters have another dtype than most of the unit, by dtype.
 
     Transformers keeps the routers of some models in float32. FSDP2 requires one dtype per unit.
     """
@@ -274,7 +279,7 @@ def _of_other_dtypes(unit: nn.Module) -> list[list[nn.Module]]:
     for module in unit.modules():
         for dtype in {value.dtype for value in _trained(module, recurse=False)} - {most}:
             modules.setdefault(dtype, []).append(module)
-    return list(modules.values())
+    return modules
 
 
 def _free_without_gradients(model: Any, _: Any) -> None:
@@ -316,7 +321,7 @@ def _fully_shard(
     if embedding is not None and not getattr(base.config.get_text_config(), "tie_word_embeddings", False):
         fully_shard(embedding, **over_all, **inner)
     for unit in (*layers, model):
-        for others in _of_other_dtypes(unit):
+        for others in _of_other_dtypes(unit).values():
             fully_shard(others, **over_all, **inner)
         fully_shard(unit, **over_all, **(options if unit is model else inner))
     if not reshard:

@@ -210,9 +210,10 @@ def _check_dtypes(model: nn.Module, layers: list[nn.Module]) -> None:
             for module in modules:
                 found = {value.dtype for value in _trained(module)}
                 if found != {dtype}:
+                    dtypes = " and ".join(sorted(map(str, found)))
                     raise NotImplementedError(
-                        f"{paths[module] or 'model'}: got trained parameters of {' and '.join(sorted(map(str, found)))} in one "
-                        "module, expected one dtype: FSDP2 cannot shard them together"
+                        f"{paths[module] or 'model'}: got trained parameters of {dtypes} in one module, expected one "
+                        "dtype: FSDP2 cannot shard them together"
                     )
 
 
